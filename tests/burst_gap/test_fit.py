@@ -1,0 +1,205 @@
+"""From samples to a model: it recovers what made the samples, survives outliers, and refuses what determines nothing."""
+
+import copy
+import json
+
+import pytest
+
+from xstage_plugin.burst_gap.catalog import find_device, load_platform
+from xstage_plugin.burst_gap.fit import fit_platform
+from xstage_plugin.burst_gap.platform_file import platform_document
+from xstage_plugin.burst_gap.samples import parse_samples
+from xstage_plugin.burst_gap.units import KIB, MIB
+from xstage_plugin.errors import FitRefusedError, InvalidInputError
+from xstage_plugin.provenance import Origin, Source
+
+
+def fit(document):
+    return fit_platform(
+        parse_samples(document, "samples"),
+        name="h200-nvlink-pair",
+        description="",
+        store="st.v4",
+        device=find_device("h200").spec,
+        completion_latency_us=2.0,
+        completion_latency_origin=Origin(Source.ESTIMATED),
+        provenance={},
+    )
+
+
+def synthetic(rate=400.0, capacity_mib=2.0, floor=lambda kib: 0.05 + 0.015 * kib):
+    """Samples of an ideal platform: equations 3 and 7 to the letter, equal service, no launch share."""
+    rows = {"zero_gap": [], "gap_sweep": [], "isolated": [], "meta": {"gpu": "NVIDIA H200"}}
+    drain = lambda total: total / (rate * 1e3)  # noqa: E731
+    for k in (33, 66, 132):
+        for kib in (4, 8, 16, 32, 64):
+            total, local = k * kib * KIB, floor(kib)
+            rows["zero_gap"].append(
+                {
+                    "num_producers": k,
+                    "burst_kib": kib,
+                    "issue_us_median": max(local, drain(total)),
+                    "period_us_median": max(local, drain(total)),
+                    "aggregate_period_us": max(local, drain(total)),
+                    "local_issue_us_median": local,
+                }
+            )
+            issue = max(local, drain(total - capacity_mib * MIB))
+            rows["isolated"].append(
+                {"num_producers": k, "burst_kib": kib, "issue_us_median": issue, "issue_us_p90": issue}
+                | {"local_issue_us_median": local}
+            )
+            for gap in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
+                issue = max(local, drain(total) - gap)
+                rows["gap_sweep"].append(
+                    {"num_producers": k, "burst_kib": kib, "gap_us": gap, "issue_us_median": issue, "issue_us_p90": issue}
+                    | {"period_us_median": issue + gap, "aggregate_period_us": issue + gap, "local_issue_us_median": local}
+                )
+    return rows
+
+
+def test_it_recovers_the_platform_that_made_the_samples():
+    report = fit(synthetic(rate=400.0, capacity_mib=2.0))
+    assert report.model.drain_rate_gbps == pytest.approx(400.0, rel=1e-3)
+    assert report.model.capacity_bytes(132) / MIB == pytest.approx(2.0, rel=0.02)
+    assert report.model.issue_floor_us(132, 16 * KIB) == pytest.approx(0.05 + 0.015 * 16, rel=0.01)
+    assert report.holdout[-1].period_law == "aggregate"
+    assert report.holdout[-1].period_p90 < 0.01
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.24])
+def test_a_few_outliers_do_not_move_the_drain_rate(factor):
+    document = synthetic()
+    for row in document["zero_gap"][2::6]:
+        row["aggregate_period_us"] *= factor
+        row["period_us_median"] *= factor
+        row["issue_us_median"] *= factor
+    assert fit(document).model.drain_rate_gbps == pytest.approx(400.0, rel=0.02)
+
+
+def test_the_h200_samples_predict_their_held_out_gap_sweep(h200_samples):
+    """What is reached: period 0.8% median, 5.5% p90 over all; 0.4% and 1.1% where no producer is starved."""
+    report = fit(h200_samples)
+    overall = report.holdout[-1]
+    assert overall.period_law == "median producer"
+    assert overall.points == len(h200_samples["gap_sweep"])
+    assert overall.period_median < 0.01
+    assert overall.period_p90 < 0.06
+    assert overall.recovered_period_median < 0.005
+    assert overall.recovered_period_p90 < 0.015
+    assert overall.issue_median < 0.04
+    assert overall.recovered_issue_median < 0.02
+    assert {row.burst_kib for row in report.holdout} == {8.0, 16.0, 32.0, None}
+
+
+def test_the_h200_drain_rate_is_the_aggregate_and_not_the_median_producers(h200_samples):
+    """The median producer's period would give about 460 GB/s, above what a peer copy reaches on that link."""
+    report = fit(h200_samples)
+    assert 360 < report.model.drain_rate_gbps < h200_samples["meta"]["memcpy_peer_gbps"]
+    assert report.model.service_share.at(132) == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_gap_sweep_takes_no_part_in_the_fit(h200_samples):
+    changed = copy.deepcopy(h200_samples)
+    for row in changed["gap_sweep"]:
+        row["period_us_median"] *= 1.3
+    assert platform_document(fit(changed).model) == platform_document(fit(h200_samples).model)
+    assert fit(changed).holdout[-1].period_median > 0.2
+
+
+def test_the_bundled_h200_platform_is_this_fit(run, h200_samples, tmp_path):
+    samples = tmp_path / "samples.json"
+    samples.write_text(json.dumps(h200_samples))
+    code, _, err = run("fit", samples, "--out", tmp_path / "h200-nvlink-pair.toml")
+    assert (code, err) == (0, "")
+    bundled, fitted = load_platform("h200-nvlink-pair"), load_platform(str(tmp_path / "h200-nvlink-pair.toml"))
+    assert fitted.drain_rate_gbps == pytest.approx(bundled.drain_rate_gbps, rel=1e-6)
+    assert fitted.issue_floor == bundled.issue_floor
+    assert fitted.capacity.capacity_mib == pytest.approx(bundled.capacity.capacity_mib, rel=1e-6)
+
+
+def keep(name, condition):
+    def change(document):
+        document[name] = [row for row in document[name] if condition(row)]
+
+    return change
+
+
+def each(name, **functions):
+    def change(document):
+        for row in document[name]:
+            for key, function in functions.items():
+                row[key] = function(row)
+
+    return change
+
+
+REFUSED = {
+    "two zero-gap samples": (
+        keep("zero_gap", lambda r: (r["num_producers"], r["burst_kib"]) in {(132, 64), (132, 32)}),
+        "3 or more",
+    ),
+    "nothing saturates": (
+        each("zero_gap", aggregate_period_us=lambda r: r["local_issue_us_median"], issue_us_median=lambda r: 0.01),
+        "drain-dominated",
+    ),
+    "no gap sweep to speak of": (keep("gap_sweep", lambda r: r["gap_us"] in (0.0, 32.0)), "three gaps"),
+    "remote never recovers": (each("gap_sweep", issue_us_median=lambda r: 1.0, period_us_median=lambda r: 99.0), "saturated"),
+    "local recovers as remote does": (
+        each("gap_sweep", local_issue_us_median=lambda r: r["issue_us_median"]),
+        "local control recovers",
+    ),
+    "no burst past the knee": (keep("isolated", lambda r: r["burst_kib"] <= 8), "past its knee"),
+    "every burst past the knee": (keep("isolated", lambda r: r["burst_kib"] >= 64), "past its knee|without backpressure"),
+    "period shorter than issue": (each("zero_gap", period_us_median=lambda r: r["issue_us_median"] / 2), "contains both"),
+    "period shorter than the gap": (each("gap_sweep", period_us_median=lambda r: r["gap_us"] / 2 + 0.01), "contains both"),
+    "same point, other time": (
+        lambda d: d["zero_gap"].append(d["zero_gap"][0] | {"aggregate_period_us": 9.0, "period_us_median": 9.0}),
+        "same point",
+    ),
+    "isolated slower than the drain rate": (
+        each("isolated", issue_us_median=lambda r: r["issue_us_median"] * (4 if r["burst_kib"] >= 32 else 1)),
+        "contradict",
+    ),
+    "no common rate": (
+        each(
+            "zero_gap",
+            aggregate_period_us=lambda r: r["aggregate_period_us"] * (1 if r["burst_kib"] >= 32 else 1 + 8 / r["burst_kib"]),
+            period_us_median=lambda r: 99.0,
+        ),
+        "contradict",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_samples_that_determine_no_model_are_refused_with_the_reason(case):
+    change, reason = REFUSED[case]
+    document = synthetic()
+    change(document)
+    with pytest.raises(FitRefusedError, match=reason):
+        fit(document)
+
+
+BROKEN = {
+    "not an object": ([], "expected an object"),
+    "nothing in it": ({}, "zero_gap is missing"),
+    "empty list": ({"zero_gap": [], "gap_sweep": [], "isolated": []}, "holds no samples"),
+    "rows are numbers": ({"zero_gap": [1], "gap_sweep": [1], "isolated": [1]}, "expected an object"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_foreign_document_is_refused(case):
+    document, reason = BROKEN[case]
+    with pytest.raises(InvalidInputError, match=reason):
+        parse_samples(document, "samples")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, "1", None, True, 10**400])
+@pytest.mark.parametrize("key", ["burst_kib", "issue_us_median", "aggregate_period_us"])
+def test_a_bad_number_is_refused_with_its_row(key, value):
+    document = synthetic()
+    document["zero_gap"][3][key] = value
+    with pytest.raises(InvalidInputError, match=rf"zero_gap\[3\]: {key} is"):
+        parse_samples(document, "samples")

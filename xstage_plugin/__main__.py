@@ -1,0 +1,4 @@
+from xstage_plugin.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Ulysses attention: when output tiles can go straight to their owner."""

@@ -1,0 +1,366 @@
+"""The command line: ``xstage`` and ``python -m xstage_plugin``. Parses, calls the library, prints; decides nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from xstage_plugin import __version__, env, report
+from xstage_plugin.attention.advisor import AttentionDecision, advise_attention
+from xstage_plugin.attention.workload import AttentionWorkload
+from xstage_plugin.burst_gap.catalog import bundled_platforms, load_platform
+from xstage_plugin.burst_gap.platform_model import STORES, PlatformModel
+from xstage_plugin.burst_gap.units import KIB
+from xstage_plugin.checks import not_negative, positive, positive_int
+from xstage_plugin.errors import InvalidInputError, XStageError
+from xstage_plugin.moe.advisor import advise_moe
+from xstage_plugin.moe.routing import DEFAULT_SKEW, Routing, balanced_routing, read_routing, skewed_routing
+from xstage_plugin.moe.shapes import bundled_shapes, load_shape
+from xstage_plugin.moe.workload import MoeWorkload
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+# The overview's batch: what one rank of a serving node prefills at once. Heads are the paper's FA4 configuration.
+OVERVIEW_RANKS, OVERVIEW_TOKENS_PER_RANK = 8, 8192
+OVERVIEW_SEQ_LENS = (8192, 16384, 32768, 65536)
+OVERVIEW_HEADS, OVERVIEW_HEAD_DIM = 4, 128
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 with one line on stderr for wrong input, 130 when interrupted."""
+    try:
+        code = cli.main(args=args, prog_name="xstage", standalone_mode=False) or 0
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    except click.ClickException as error:
+        code = _complain(error.format_message())
+    except XStageError as error:
+        code = _complain(str(error))
+    except BrokenPipeError:  # the reader went away (| head); nothing of ours is wrong
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    click.echo(f"xstage: error: {' '.join(message.split())}", err=True)
+    return USAGE_ERROR
+
+
+def json_option(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else.")(command)
+
+
+def platform_option(command: Command) -> Command:
+    return click.option(
+        "--platform",
+        "platform_name",
+        metavar="P",
+        default=env.default_platform,
+        show_default=f"${env.PLATFORM}, else {env.DEFAULT_PLATFORM}",
+        help="Platform model: a bundled name (see `xstage platforms`) or a TOML file.",
+    )(command)
+
+
+def routing_options(command: Command) -> Command:
+    command = click.option(
+        "--skew", type=float, default=DEFAULT_SKEW, show_default=True, help="Zipf exponent of --routing skewed."
+    )(command)
+    return click.option(
+        "--routing",
+        default="balanced",
+        show_default=True,
+        metavar="balanced|skewed|FILE",
+        help="How tokens spread over experts; FILE holds one count per expert, or topk ids with -1 as padding "
+        "(.json, .npy, or text).",
+    )(command)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="xstage")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """How far a GPU kernel runs ahead of its own remote stores (X-Stage), and how to schedule by it.
+
+    `xstage advise` is the main job: it says, for MegaMoE and for Ulysses attention, which schedule to run and why.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@cli.group(invoke_without_command=True)
+@platform_option
+@click.option("--ranks", type=int, default=OVERVIEW_RANKS, show_default=True, help="GPUs that share the layer.")
+@click.option(
+    "--tokens-per-rank",
+    type=int,
+    default=OVERVIEW_TOKENS_PER_RANK,
+    show_default=True,
+    help="Tokens that each rank brings.",
+)
+@routing_options
+@json_option
+@click.pass_context
+def advise(
+    context: click.Context,
+    platform_name: str,
+    ranks: int,
+    tokens_per_rank: int,
+    routing: str,
+    skew: float,
+    as_json: bool,
+) -> None:
+    """Say which schedule to run, and why.
+
+    Alone: every bundled expert shape, and attention from 8K to 64K tokens. `advise moe` and `advise attention` answer
+    for one workload.
+    """
+    if context.invoked_subcommand is not None:
+        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise click.UsageError(f"give the options after '{context.invoked_subcommand}', not before it")
+        return
+    platform = load_platform(platform_name)
+    moe = [(shape, advise_moe(platform, _workload(shape, ranks, tokens_per_rank, routing, skew))) for shape in bundled_shapes()]
+    attention = _overview_attention(platform, ranks)
+    if as_json:
+        report.print_json(
+            {
+                "platform": platform.name,
+                "ranks": ranks,
+                "tokens_per_rank": tokens_per_rank,
+                "moe": [{"model": shape.key, **report.moe_document(decision)} for shape, decision in moe],
+                "attention": [{"seq_len": m, **report.attention_document(decision)} for m, decision in attention],
+            }
+        )
+    else:
+        setting = f"{ranks} ranks, {tokens_per_rank} tokens a rank, {moe[0][1].sources['routing']} routing"
+        report.print_overview(platform, moe, attention, setting, f"{OVERVIEW_HEADS} heads of {OVERVIEW_HEAD_DIM} a rank")
+
+
+@advise.command("moe")
+@platform_option
+@click.option("--model", metavar="M", help="Expert shape: a bundled name (see `xstage models`) or a TOML file.")
+@click.option("--hidden", type=int, metavar="H", help="Hidden dimension, in place of --model.")
+@click.option("--intermediate", type=int, metavar="I", help="Intermediate dimension of one expert.")
+@click.option("--experts", type=int, metavar="E", help="Routed experts over all ranks.")
+@click.option("--topk", type=int, metavar="K", help="Experts per token.")
+@click.option("--tokens-per-rank", type=int, required=True, metavar="T", help="Tokens that each rank brings.")
+@click.option("--ranks", type=int, required=True, metavar="N", help="Expert-parallel ranks (GPUs).")
+@routing_options
+@click.option("--weight-bits", type=int, default=8, show_default=True, help="Bits of an expert weight: 8 or 4.")
+@json_option
+def advise_moe_command(
+    platform_name: str,
+    model: str | None,
+    hidden: int | None,
+    intermediate: int | None,
+    experts: int | None,
+    topk: int | None,
+    tokens_per_rank: int,
+    ranks: int,
+    routing: str,
+    skew: float,
+    weight_bits: int,
+    as_json: bool,
+) -> None:
+    """Wave or interleaved for one MegaMoE layer."""
+    platform = load_platform(platform_name)
+    dimensions = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--topk": topk}
+    given = [name for name, value in dimensions.items() if value is not None]
+    if model is not None:
+        if given:
+            raise click.UsageError(f"--model and {given[0]} exclude each other; give the one or the other")
+        workload = _workload(load_shape(model), ranks, tokens_per_rank, routing, skew)
+    elif hidden is None or intermediate is None or experts is None or topk is None:
+        missing = [name for name in dimensions if name not in given]
+        raise click.UsageError(f"give --model, or all four dimensions; missing: {', '.join(missing)}")
+    else:
+        spread = _routing(routing, positive_int("experts", experts), positive_int("topk", topk), skew)
+        workload = MoeWorkload(
+            hidden, intermediate, experts, topk, ranks, positive_int("tokens per rank", tokens_per_rank), spread
+        )
+    decision = advise_moe(platform, workload, weight_bits=weight_bits)
+    if as_json:
+        report.print_json(report.moe_document(decision))
+    else:
+        report.print_moe(platform, workload, decision)
+
+
+@advise.command("attention")
+@platform_option
+@click.option("--seq-len", type=int, required=True, metavar="M", help="Tokens of the whole sequence.")
+@click.option("--heads-per-rank", type=int, required=True, metavar="h", help="Query heads that one rank computes.")
+@click.option("--head-dim", type=int, required=True, metavar="d", help="Head dimension.")
+@click.option("--ranks", type=int, required=True, metavar="N", help="Ranks that share the sequence.")
+@click.option(
+    "--qloop-us-per-kv-tile",
+    type=float,
+    metavar="s",
+    help="Measured time of a Q-loop per KV tile (sigma of equation 20); estimated where not given.",
+)
+@json_option
+def advise_attention_command(
+    platform_name: str,
+    seq_len: int,
+    heads_per_rank: int,
+    head_dim: int,
+    ranks: int,
+    qloop_us_per_kv_tile: float | None,
+    as_json: bool,
+) -> None:
+    """Piggyback or serial for one Ulysses attention layer."""
+    platform = load_platform(platform_name)
+    workload = AttentionWorkload(seq_len, heads_per_rank, head_dim, ranks)
+    decision = advise_attention(platform, workload, qloop_us_per_kv_tile=qloop_us_per_kv_tile)
+    if as_json:
+        report.print_json(report.attention_document(decision))
+    else:
+        report.print_attention(platform, workload, decision)
+
+
+@cli.command("model")
+@platform_option
+@click.option("--producers", type=int, required=True, metavar="K", help="Concurrent producers (CTAs that store).")
+@click.option("--burst-kib", type=float, required=True, metavar="B", help="KiB that each producer stores in a burst.")
+@click.option("--gap-us", type=float, default=0.0, show_default=True, metavar="G", help="Microseconds without stores.")
+@json_option
+def model_command(platform_name: str, producers: int, burst_kib: float, gap_us: float, as_json: bool) -> None:
+    """Evaluate the Burst-Gap model (equations 1 to 7 and 10) at one point."""
+    platform = load_platform(platform_name)
+    positive_int("producers", producers)
+    burst_bytes = positive("burst in KiB", burst_kib) * KIB
+    not_negative("gap in us", gap_us)
+    document = report.model_document(platform, producers, burst_bytes, gap_us)
+    if as_json:
+        report.print_json(document)
+    else:
+        report.print_model(platform, document)
+
+
+@cli.command()
+@click.argument("samples", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.toml", help="Platform file to write.")
+@click.option("--device", metavar="GPU", help="Bundled GPU (h100, h200, b200); default: what the samples name.")
+@click.option("--store", type=click.Choice(STORES), help="How the samples stored; default: what they say, else st.v4.")
+@click.option("--description", help="One line for the platform file; default: what the samples say.")
+@json_option
+def fit(samples: Path, out: Path, device: str | None, store: str | None, description: str | None, as_json: bool) -> None:
+    """Fit a platform model to measured SAMPLES (JSON) and judge it by their gap sweep, which the fit does not see.
+
+    The samples are copied beside the model, where `xstage plot platform` finds them.
+    """
+    from xstage_plugin.burst_gap.fit_file import fit_samples_file
+
+    result = fit_samples_file(samples, out, device=device, store=store, description=description)
+    if as_json:
+        report.print_json(report.fit_document(result, out))
+    else:
+        report.print_fit(result, out)
+
+
+@cli.command()
+@json_option
+def platforms(as_json: bool) -> None:
+    """List the bundled platform models."""
+    models = [load_platform(name) for name in bundled_platforms()]
+    if as_json:
+        report.print_json([report.platform_summary(model) for model in models])
+    else:
+        report.print_platforms(models)
+
+
+@cli.command()
+@json_option
+def models(as_json: bool) -> None:
+    """List the bundled expert shapes."""
+    shapes = bundled_shapes()
+    if as_json:
+        report.print_json([report.shape_document(shape) for shape in shapes])
+    else:
+        report.print_shapes(shapes)
+
+
+@cli.group()
+def plot() -> None:
+    """Draw a platform model or the advice as a picture (PNG, SVG or PDF)."""
+
+
+@plot.command("platform")
+@click.argument("platform_name", metavar="P")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Picture to write.")
+@json_option
+def plot_platform(platform_name: str, out: Path, as_json: bool) -> None:
+    """The four panels of the paper's Figure 3 for platform P; samples as points, model as line."""
+    from xstage_plugin.burst_gap.catalog import load_samples_of
+    from xstage_plugin.plots import platform_figure, save_figure
+
+    model, samples = load_platform(platform_name), load_samples_of(platform_name)
+    save_figure(lambda: platform_figure(model, samples), out)
+    _say_written(out, as_json, {"platform": model.name, "with_samples": samples is not None})
+
+
+@plot.command("advice")
+@platform_option
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Picture to write.")
+@json_option
+def plot_advice(platform_name: str, out: Path, as_json: bool) -> None:
+    """What `xstage advise` says, as a picture: stall per tile under both schedules, attention's residual over length."""
+    from xstage_plugin.plots import advice_figure, save_figure
+
+    platform = load_platform(platform_name)
+    moe = [
+        (shape.key, advise_moe(platform, _workload(shape, OVERVIEW_RANKS, OVERVIEW_TOKENS_PER_RANK, "balanced", 0.0)))
+        for shape in bundled_shapes()
+    ]
+    attention = _overview_attention(platform, OVERVIEW_RANKS)
+    save_figure(lambda: advice_figure(platform, moe, attention), out)
+    _say_written(out, as_json, {"platform": platform.name})
+
+
+def _say_written(out: Path, as_json: bool, facts: dict[str, Any]) -> None:
+    if as_json:
+        report.print_json({"out": str(out), **facts})
+    else:
+        click.echo(f"wrote {out}")
+
+
+def _overview_attention(platform: PlatformModel, ranks: int) -> list[tuple[int, AttentionDecision]]:
+    return [
+        (m, advise_attention(platform, AttentionWorkload(m, OVERVIEW_HEADS, OVERVIEW_HEAD_DIM, ranks)))
+        for m in OVERVIEW_SEQ_LENS
+    ]
+
+
+def _workload(shape: Any, ranks: int, tokens_per_rank: int, routing: str, skew: float) -> MoeWorkload:
+    spread = _routing(routing, shape.experts, shape.topk, skew)
+    return MoeWorkload(
+        shape.hidden,
+        shape.intermediate,
+        shape.experts,
+        shape.topk,
+        ranks,
+        positive_int("tokens per rank", tokens_per_rank),
+        spread,
+        shape.key,
+    )
+
+
+def _routing(routing: str, experts: int, topk: int, skew: float) -> Routing:
+    if routing == "balanced":
+        return balanced_routing(experts)
+    if routing == "skewed":
+        return skewed_routing(experts, topk, skew)
+    path = Path(routing)
+    if not path.suffix and not path.exists():
+        raise InvalidInputError(f"routing is {routing!r}; expected balanced, skewed, or a file of counts or topk ids")
+    return read_routing(path, experts, topk)

@@ -1,0 +1,1 @@
+"""MegaMoE: workload and tile times, the interleaving equations, the advisor."""
