@@ -108,11 +108,10 @@ def print_overview(
 ) -> None:
     console = _console()
     console.print(f"Platform [bold]{platform.name}[/bold]: {platform.description}. R = {platform.drain_rate_gbps:.0f} GB/s.")
-    table = _table(f"MegaMoE: {moe_setting}. Times are us per Linear-2 tile.", "model", "schedule", "lead")
+    table = _table(console, f"MegaMoE: {moe_setting}. Times are us per Linear-2 tile.", "model", "schedule", "lead")
     for name in ("stall wave", "interleaved", "predicted"):
         table.add_column(name, justify="right")
     table.add_column("tile times")
-    table.add_column("why", overflow="fold", ratio=1)
     for shape, decision in moe:
         table.add_row(
             shape.key,
@@ -122,13 +121,12 @@ def print_overview(
             f"{decision.stall_interleaved_us:.2f}",
             f"{decision.predicted_speedup:.2f}x",
             decision.times.origin.source.value,
-            decision.reason,
         )
     console.print(table)
-    table = _table(f"Ulysses attention: {attention_setting}. Times are us per layer.", "tokens", "action")
+    _print_reasons(console, [(shape.key, decision.reason) for shape, decision in moe])
+    table = _table(console, f"Ulysses attention: {attention_setting}. Times are us per layer.", "tokens", "action")
     for name in ("residual", "issue", "completion-coupled", "exchange alone"):
         table.add_column(name, justify="right")
-    table.add_column("why", overflow="fold", ratio=1)
     for seq_len, verdict in attention:
         table.add_row(
             str(seq_len),
@@ -137,9 +135,9 @@ def print_overview(
             f"{verdict.issue_us:.1f}",
             f"{verdict.completion_coupled_residual_us:.1f}",
             f"{verdict.serial_exchange_us:.1f}",
-            verdict.reason,
         )
     console.print(table)
+    _print_reasons(console, [(str(seq_len), verdict.reason) for seq_len, verdict in attention])
     notes = _distinct(note for _, decision in moe for note in decision.notes)
     extrapolated = [note for note in notes if "extrapolated" in note]
     _print_notes(console, [note for note in notes if note not in extrapolated])
@@ -152,6 +150,7 @@ def print_moe(platform: PlatformModel, workload: MoeWorkload, decision: Schedule
     lead = "" if decision.lead_rows is None else f", lead {decision.lead_rows} rows"
     console.print(f"[bold]{decision.schedule}[/bold]{lead}: {decision.reason}.")
     table = _table(
+        console,
         f"{platform.name}, hidden {workload.hidden}, intermediate {workload.intermediate}, {workload.experts} experts over "
         f"{workload.ranks} ranks; us per Linear-2 tile",
         "",
@@ -253,7 +252,7 @@ def print_fit(result: FitReport, out: Path) -> None:
 def print_holdout(console: Console, rows: Sequence[HoldoutError]) -> None:
     """The table of held-out errors."""
     law = rows[-1].period_law
-    table = _table(f"Held-out gap sweep: |predicted / measured - 1| ({law} period)", "producers", "burst KiB", "gaps")
+    table = _table(console, f"Held-out gap sweep: |predicted / measured - 1| ({law} period)", "producers", "burst KiB", "gaps")
     for name in ("period median", "p90", "worst at gap us", "recovered median", "issue median", "p90 "):
         table.add_column(name, justify="right")
     for row in rows:
@@ -273,7 +272,7 @@ def print_holdout(console: Console, rows: Sequence[HoldoutError]) -> None:
 
 def print_platforms(models: Sequence[PlatformModel]) -> None:
     console = _console()
-    table = _table("Bundled platforms; floor and capacity at the largest measured producer count", "name", "store")
+    table = _table(console, "Bundled platforms; floor and capacity at the largest measured producer count", "name", "store")
     for name in ("R GB/s", "producers", "floor us at 32 KiB", "capacity MiB", "knee KiB"):
         table.add_column(name, justify="right")
     table.add_column("source")
@@ -296,7 +295,7 @@ def print_platforms(models: Sequence[PlatformModel]) -> None:
 
 def print_shapes(shapes: Sequence[ExpertShape]) -> None:
     console = _console()
-    table = _table("Bundled expert shapes", "model", "name")
+    table = _table(console, "Bundled expert shapes", "model", "name")
     for name in ("hidden", "intermediate", "experts", "topk"):
         table.add_column(name, justify="right")
     table.add_column("source", overflow="fold", ratio=1)
@@ -318,15 +317,24 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=True, soft_wrap=False)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="", header_style="bold", box=None, pad_edge=False)
+def _table(console: Console, title: str, *columns: str) -> Table:
+    """An empty table; its title is printed at once, since rich would fold it to the table's width."""
+    if title:
+        console.print(f"\n{title}")
+    table = Table(header_style="bold", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table
 
 
+def _print_reasons(console: Console, reasons: Sequence[tuple[str, str]]) -> None:
+    console.print("Why:")
+    for name, reason in reasons:
+        console.print(f"  {name}: {reason}", markup=False)
+
+
 def _print_facts(console: Console, facts: dict[str, str]) -> None:
-    table = _table("", "", "")
+    table = _table(console, "", "", "")
     table.show_header = False
     for name, value in facts.items():
         table.add_row(name, value)
