@@ -24,3 +24,17 @@ def run(capsys):
         return stop.value.code, out, err
 
     return call
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs more GPUs than there are, with the reason."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    from xstage_plugin.burst_gap.gpu_info import probe_machine
+
+    machine = probe_machine()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker and len(machine.gpus) < marker.args[0]:
+            reason = f"needs {marker.args[0]} GPUs, this machine has {len(machine.gpus)}"
+            item.add_marker(pytest.mark.skip(reason=f"{reason} ({machine.reason})" if machine.reason else reason))

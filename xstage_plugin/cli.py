@@ -15,6 +15,7 @@ from xstage_plugin.attention.advisor import AttentionDecision, advise_attention
 from xstage_plugin.attention.workload import AttentionWorkload
 from xstage_plugin.burst_gap.catalog import bundled_platforms, load_platform
 from xstage_plugin.burst_gap.platform_model import STORES, PlatformModel
+from xstage_plugin.burst_gap.topology import TOPOLOGIES
 from xstage_plugin.burst_gap.units import KIB
 from xstage_plugin.checks import not_negative, positive, positive_int
 from xstage_plugin.errors import InvalidInputError, XStageError
@@ -269,6 +270,71 @@ def fit(samples: Path, out: Path, device: str | None, store: str | None, descrip
 
 
 @cli.command()
+@click.option("--devices", metavar="0,1", help="CUDA devices, the first one stores; default: all.")
+@click.option("--quick", "mode", flag_value="quick", default="quick", help="Under 20 seconds (default).")
+@click.option("--full", "mode", flag_value="full", help="More points, four rounds; under 3 minutes.")
+@click.option("--store", type=click.Choice(STORES), default="st.v4", show_default=True, help="How the producers store.")
+@click.option(
+    "--topology", type=click.Choice(TOPOLOGIES), default="one-way", show_default=True, help="Who stores to whom in the model."
+)
+@click.option("--threads", type=int, default=256, show_default=True, help="Threads of a producer: whole warps, at most 512.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.toml", help="Platform file to write.")
+@click.option("--description", help="One line for the platform file.")
+@json_option
+def calibrate(
+    devices: str | None,
+    mode: str,
+    store: str,
+    topology: str,
+    threads: int,
+    out: Path,
+    description: str | None,
+    as_json: bool,
+) -> None:
+    """Measure this node's platform model on its GPUs.
+
+    Writes the model to FILE.toml and the raw samples beside it. Runs as one process, or under torchrun with one process a
+    GPU. A run that something else disturbed writes no model.
+    """
+    from xstage_plugin.burst_gap.calibrate_file import calibrate_to_file
+
+    command = f"xstage calibrate --{mode} --store {store} --topology {topology} --threads {threads}"
+    command += f" --devices {devices}" if devices else ""
+    with report.progress_bar() as progress:
+        result = calibrate_to_file(
+            out,
+            devices=None if devices is None else _device_list(devices),
+            mode=mode,
+            store=store,
+            topology=topology,
+            command=command,
+            progress=progress,
+            description=description,
+            num_threads=threads,
+            say=lambda line: click.echo(line, err=as_json),
+        )
+    if result is None:  # another rank of torchrun
+        return
+    if as_json:
+        report.print_json(report.calibration_document(result))
+    else:
+        report.print_calibration(result)
+
+
+@cli.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine has: GPUs, peer access, NVLink, driver, packages, and whether `xstage calibrate` can run."""
+    from xstage_plugin.doctor import diagnose, diagnosis_document
+
+    diagnosis = diagnose()
+    if as_json:
+        report.print_json(diagnosis_document(diagnosis))
+    else:
+        report.print_diagnosis(diagnosis)
+
+
+@cli.command()
 @json_option
 def platforms(as_json: bool) -> None:
     """List the bundled platform models."""
@@ -325,6 +391,13 @@ def plot_advice(platform_name: str, out: Path, as_json: bool) -> None:
     attention = _overview_attention(platform, OVERVIEW_RANKS)
     save_figure(lambda: advice_figure(platform, moe, attention), out)
     _say_written(out, as_json, {"platform": platform.name})
+
+
+def _device_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidInputError(f"devices is {text!r}; expected whole numbers with commas, as 0,1") from None
 
 
 def _say_written(out: Path, as_json: bool, facts: dict[str, Any]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from xstage_plugin.attention.advisor import AttentionDecision
@@ -23,8 +25,10 @@ from xstage_plugin.moe.shapes import ExpertShape
 from xstage_plugin.moe.workload import MoeWorkload
 
 if TYPE_CHECKING:  # the fit brings scipy, which nothing else needs
+    from xstage_plugin.burst_gap.calibrate_file import Calibration
     from xstage_plugin.burst_gap.fit import FitReport
     from xstage_plugin.burst_gap.holdout import HoldoutError
+    from xstage_plugin.doctor import Diagnosis
 
 PIPED_WIDTH = 120
 
@@ -236,7 +240,7 @@ def print_fit(result: FitReport, out: Path) -> None:
     console = _console()
     drain = result.drain
     console.print(
-        f"Drain rate {drain.gbps:.1f} GB/s from {' and '.join(str(count) for count in drain.used_producers)} producers "
+        f"Drain rate {drain.gbps:.1f} GB/s from {', '.join(str(count) for count in drain.used_producers)} producers "
         f"(residual {drain.residual_median:.1%} median, {drain.residual_p90:.1%} p90)."
     )
     for entry in result.capacity:
@@ -249,11 +253,78 @@ def print_fit(result: FitReport, out: Path) -> None:
     console.print(f"wrote {out}")
 
 
+def print_calibration(result: Calibration) -> None:
+    """The fit, and what it is to be read against: plain copies, the link's raw rate, other topologies, fairness."""
+    print_fit(result.report, result.out)
+    console = _console()
+    rate, copies = result.report.drain.gbps, result.document["copies"]
+    for name, label in (("memcpy_peer", "a peer copy"), ("link_raw_gbps", "the raw link rate")):
+        if copies.get(name):
+            console.print(f"Drain rate is {rate / copies[name]:.1%} of {label}, {copies[name]:.1f} GB/s.")
+    table = _table(console, "Saturated, each source: rate, and shares of the producers (1 = equal service)", "topology")
+    for name in ("GB/s", "share min", "p10", "median", "p90", "max"):
+        table.add_column(name, justify="right")
+    for row in result.document["topologies"]:
+        shares = [f"{row[f'share_{name}']:.2f}" for name in ("min", "p10", "median", "p90", "max")]
+        table.add_row(row["topology"], f"{row['aggregate_gbps']:.1f}", *shares)
+    console.print(table)
+
+
+def calibration_document(result: Calibration) -> dict[str, Any]:
+    extra = {name: result.document[name] for name in ("meta", "copies", "topologies")}
+    return fit_document(result.report, result.out) | extra
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    console, machine = _console(), diagnosis.machine
+    if machine.cuda_version:
+        version = ".".join(map(str, machine.cuda_version))
+        console.print(f"driver {machine.driver_version or '(version not known)'}, serves CUDA {version}")
+    if machine.gpus:
+        table = _table(console, "", "GPU", "name", "arch", "SMs", "NVLinks", "reaches", "SM clock", "temperature", "in use by")
+        for gpu in machine.gpus:
+            reached = [str(peer.destination) for peer in machine.peers if peer.source == gpu.ordinal and peer.possible]
+            links = "not known" if gpu.nvlink_count is None else str(gpu.nvlink_count)
+            if gpu.nvlink_count and gpu.nvlink_mbps:
+                links += f" x {gpu.nvlink_mbps / 1e3:.1f} GB/s"
+            table.add_row(
+                str(gpu.ordinal),
+                gpu.name,
+                gpu.arch,
+                str(gpu.num_sms),
+                links,
+                ", ".join(reached) or "none",
+                "not known" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz} MHz",
+                "not known" if gpu.temperature_c is None else f"{gpu.temperature_c} C",
+                "not known" if gpu.compute_pids is None else ", ".join(map(str, gpu.compute_pids)) or "nobody",
+            )
+        console.print(table)
+    if machine.nvml_reason:
+        _print_notes(console, [machine.nvml_reason])
+    table = _table(console, "Packages", "package", "version", "works", "for")
+    table.add_column("why not", overflow="fold", ratio=1)
+    for package in diagnosis.packages:
+        works = "yes" if package.works else "no"
+        table.add_row(package.name, package.version or "-", works, package.purpose, package.reason)
+    console.print(table)
+    console.print(f"\n{diagnosis.verdict}", markup=False)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr with the time left; silent where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what[:60])
+
+
 def print_holdout(console: Console, rows: Sequence[HoldoutError]) -> None:
     """The table of held-out errors."""
     law = rows[-1].period_law
     table = _table(console, f"Held-out gap sweep: |predicted / measured - 1| ({law} period)", "producers", "burst KiB", "gaps")
-    for name in ("period median", "p90", "worst at gap us", "recovered median", "issue median", "p90 "):
+    for name in ("period median", "p90", "worst at gap us", "recovered median", "issue median", "p90 ", "own issue"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -266,6 +337,7 @@ def print_holdout(console: Console, rows: Sequence[HoldoutError]) -> None:
             "--" if row.recovered_period_median is None else f"{row.recovered_period_median:.1%}",
             f"{row.issue_median:.1%}",
             f"{row.issue_p90:.1%}",
+            f"{row.own_issue_median:.1%}",
         )
     console.print(table)
 

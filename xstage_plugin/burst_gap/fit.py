@@ -103,7 +103,7 @@ def fit_platform(
         store=store,
         drain_rate_gbps=drain.gbps,
         drain_rate_origin=Origin(
-            Source.MEASURED, f"zero-gap bursts of {_and(drain.used_producers)} producers, aggregate over all of them"
+            Source.MEASURED, f"zero-gap bursts of {_listed(drain.used_producers)} producers, aggregate over all of them"
         ),
         issue_floor=floor,
         capacity=Capacity(
@@ -131,11 +131,11 @@ def fit_drain_rate(samples: Sequence[ZeroGapSample], launch_in_period: bool) -> 
     Raises:
         FitRefusedError: fewer than three drain-dominated samples, or a scatter above 15% (median).
     """
-    dominated = [sample for sample in samples if sample.aggregate_period_us >= 2 * sample.local_issue_us_median]
+    dominated = [sample for sample in samples if sample.drain_dominated]
     if len(dominated) < 3:
         raise FitRefusedError(
-            f"drain rate: {len(dominated)} of {len(samples)} zero-gap samples are drain-dominated (period at least twice "
-            "the local issue time); expected 3 or more: measure more producers or larger bursts"
+            f"drain rate: {len(dominated)} of {len(samples)} zero-gap samples are drain-dominated (their period clearly "
+            "above the local control's); expected 3 or more: measure more producers or larger bursts"
         )
     launch_us = _robust_line(dominated, True)[1] if launch_in_period else 0.0
     by_producers: dict[int, list[ZeroGapSample]] = {}
@@ -146,7 +146,7 @@ def fit_drain_rate(samples: Sequence[ZeroGapSample], launch_in_period: bool) -> 
     chosen = [sample for sample in dominated if sample.num_producers in used]
     if len(chosen) < 3:
         raise FitRefusedError(
-            f"drain rate: only {len(chosen)} samples come from producer counts that saturate the path ({_and(used)}); "
+            f"drain rate: only {len(chosen)} samples come from producer counts that saturate the path ({_listed(used)}); "
             "expected 3 or more"
         )
     gbps, launch_us = _robust_line(chosen, launch_in_period)
@@ -247,7 +247,7 @@ def _service_share(samples: Sequence[ZeroGapSample], drain: DrainFit) -> Service
     by_producers: dict[int, list[float]] = {}
     for sample in samples:
         aggregate = sample.aggregate_period_us - drain.launch_us
-        if aggregate >= 2 * sample.local_issue_us_median:
+        if sample.drain_dominated and aggregate > 0:
             by_producers.setdefault(sample.num_producers, []).append(sample.period_us_median / aggregate)
     counts = sorted(by_producers)
     return ServiceShare(
@@ -327,5 +327,5 @@ def _fall(values: Sequence[float]) -> float:
     return max(0.0, 1 - plateau / values[0])
 
 
-def _and(counts: Sequence[int]) -> str:
-    return " and ".join(str(count) for count in counts)
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(str(count) for count in counts)

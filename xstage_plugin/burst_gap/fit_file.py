@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from xstage_plugin.burst_gap.catalog import bundled_devices, find_device, samples_path
 from xstage_plugin.burst_gap.device import DeviceSpec
 from xstage_plugin.burst_gap.fit import FitReport, fit_platform
 from xstage_plugin.burst_gap.platform_file import write_platform
-from xstage_plugin.burst_gap.samples import BurstGapSamples, read_samples
+from xstage_plugin.burst_gap.samples import BurstGapSamples, parse_samples, read_samples
 from xstage_plugin.checks import unknown_name
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import read_text, write_atomically
 from xstage_plugin.provenance import Origin, Source
 
 # Meta keys that a platform file carries on as its provenance.
-PROVENANCE_KEYS = ("what", "date", "gpu", "link", "driver", "cuda", "commit", "method")
+PROVENANCE_KEYS = ("what", "topology", "date", "gpu", "link", "driver", "cuda", "commit", "tree", "method", "command")
 ASSUMED_LATENCY = (2.0, Origin(Source.ESTIMATED, "not measured; taken over from the paper's platform"))
 
 
@@ -43,22 +44,47 @@ def fit_samples_file(
     if out.suffix != ".toml":
         raise InvalidInputError(f"{out}: a platform file ends in .toml; give such a name")
     samples = read_samples(samples_file)
-    report = fit_platform(
+    report = fit_samples(samples, out, device=_device(device, samples), store=store, description=description)
+    write_fit(report, read_text(samples_file, "samples file (JSON)").encode(), out)
+    return report
+
+
+def fit_document(
+    document: dict[str, Any], out: Path, *, device: DeviceSpec, store: str | None = None, description: str | None = None
+) -> FitReport:
+    """Fit a samples document that a calibration just made; the model is named after ``out``. Writes nothing.
+
+    Raises:
+        InvalidInputError, FitRefusedError: as :func:`fit_samples_file`.
+    """
+    return fit_samples(parse_samples(document, "samples"), out, device=device, store=store, description=description)
+
+
+def fit_samples(
+    samples: BurstGapSamples, out: Path, *, device: DeviceSpec, store: str | None, description: str | None
+) -> FitReport:
+    """Fit ``samples`` with what their meta says of them. Raises FitRefusedError: they determine no model."""
+    return fit_platform(
         samples,
         name=out.stem,
-        description=description or str(samples.meta.get("what", f"fitted to {samples_file.name}")),
+        description=description or str(samples.meta.get("what", f"fitted to {out.stem}")),
         store=store or str(samples.meta.get("store", "st.v4")),
-        device=_device(device, samples),
+        device=device,
         completion_latency_us=ASSUMED_LATENCY[0],
         completion_latency_origin=ASSUMED_LATENCY[1],
         provenance={key: str(samples.meta[key]) for key in PROVENANCE_KEYS if key in samples.meta}
         | {"samples": samples_path(out).name},
     )
-    beside = samples_path(out)
-    if not (beside.exists() and samples_file.exists() and beside.samefile(samples_file)):
-        write_atomically(beside, read_text(samples_file, "samples file (JSON)").encode())
+
+
+def write_fit(report: FitReport, samples: bytes, out: Path) -> None:
+    """Write the samples beside ``out``, then the model to ``out``: a model never stands without its samples.
+
+    Raises:
+        InvalidInputError: one of the two cannot be written.
+    """
+    write_atomically(samples_path(out), samples)
     write_platform(report.model, out)
-    return report
 
 
 def _device(name: str | None, samples: BurstGapSamples) -> DeviceSpec:

@@ -18,7 +18,8 @@ class HoldoutError:
 
     ``period_law`` names what is predicted: ``aggregate`` (equation 1) where the run measured it, otherwise
     ``median producer`` (equation 1 with the service share). ``recovered_*`` counts only gaps of at least G*, where no
-    producer is starved.
+    producer is starved. Issue times compare the mean burst (period less gap, equation 3) under ``aggregate``, otherwise the
+    median producer's; ``own_issue_median`` is always the median producer's, under the service share.
     """
 
     num_producers: int | None
@@ -32,6 +33,7 @@ class HoldoutError:
     issue_median: float
     issue_p90: float
     recovered_issue_median: float | None
+    own_issue_median: float
     worst_gap_us: float
 
 
@@ -57,10 +59,11 @@ def _errors(
     else:
         measured = np.array([sample.period_us_median for sample in samples])
         predicted = model.median_producer_period_us(producers, burst, gap)
-    # What one producer sees is its own period less its gap, whichever period is compared above.
-    own_period = model.median_producer_period_us(producers, burst, gap)
-    issue = np.maximum(own_period - gap, model.issue_floor_us(producers, burst))
-    issue_error = _relative(issue, np.array([sample.issue_us_median for sample in samples]))
+    floor = model.issue_floor_us(producers, burst)
+    own = np.maximum(model.median_producer_period_us(producers, burst, gap) - gap, floor)
+    own_error = _relative(own, np.array([sample.issue_us_median for sample in samples]))
+    # A mean burst's issue is its period less the gap; it cannot be shorter than the fastest issue, clock noise aside.
+    issue_error = _relative(predicted - gap, np.maximum(measured - gap, 1e-9)) if by_aggregate else own_error
     period_error = _relative(predicted, measured)
     recovered = gap >= model.recovery_gap_us(producers, burst)
     return HoldoutError(
@@ -75,6 +78,7 @@ def _errors(
         issue_median=float(np.median(issue_error)),
         issue_p90=float(np.quantile(issue_error, 0.9)),
         recovered_issue_median=_quantile(issue_error[recovered], 0.5),
+        own_issue_median=float(np.median(own_error)),
         worst_gap_us=float(gap[int(np.argmax(period_error))]),
     )
 

@@ -31,10 +31,19 @@ class ZeroGapSample:
     period_us_median: float
     aggregate_period_us: float
     local_issue_us_median: float
+    local_aggregate_period_us: float | None = None
 
     @property
     def burst_total_bytes(self) -> float:
         return self.num_producers * self.burst_kib * KIB
+
+    @property
+    def drain_dominated(self) -> bool:
+        """Whether the path and not the producers' own loop sets the period: by the local control's period where it was
+        measured, otherwise by twice its issue time."""
+        if self.local_aggregate_period_us is not None:
+            return self.aggregate_period_us >= 1.2 * self.local_aggregate_period_us
+        return self.aggregate_period_us >= 2 * self.local_issue_us_median
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ def parse_samples(document: Any, where: str) -> BurstGapSamples:
                 row.number("period_us_median"),
                 row.number(period_key),
                 row.number("local_issue_us_median"),
+                row.number("local_aggregate_period_us") if "local_aggregate_period_us" in row.values else None,
             )
             for row in rows["zero_gap"]
         ),
