@@ -268,6 +268,12 @@ def print_calibration(result: Calibration) -> None:
         shares = [f"{row[f'share_{name}']:.2f}" for name in ("min", "p10", "median", "p90", "max")]
         table.add_row(row["topology"], f"{row['aggregate_gbps']:.1f}", *shares)
     console.print(table)
+    fair = result.document["topologies"][0]
+    slow, fast = 1 / fair["share_min"] - 1, 1 - 1 / fair["share_max"]
+    console.print(
+        f"A model of equal shares misses the slowest producer's period by {slow:.0%} and the fastest one's by {fast:.0%}; "
+        "the aggregate law above does not assume them."
+    )
 
 
 def calibration_document(result: Calibration) -> dict[str, Any]:
