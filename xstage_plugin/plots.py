@@ -121,7 +121,7 @@ def _draw_gap_panels(issue: Axes, period: Axes, model: PlatformModel, sweep: Seq
         measured = [
             s.period_us_median if s.aggregate_period_us is None or not by_aggregate else s.aggregate_period_us for s in rows
         ]
-        own = model.median_producer_period_us(count, size * KIB, gaps) - gaps
+        own = law(count, size * KIB, gaps) - gaps
         label = f"{count} x {size:g} KiB"
         issue.plot(gaps, np.maximum(own, model.issue_floor_us(count, size * KIB)), color=colour, label=label)
         issue.plot(x, [s.issue_us_median for s in rows], "o", color=colour, markersize=5)

@@ -70,10 +70,15 @@ def test_on_the_h200_pair_it_agrees_with_the_prototype():
     rows = {row[0]: row for row in json.loads(PROTOTYPE.read_text())["rows"]}
     for seq_len in (8192, 16384):
         _, attention, fused, _, _ = rows[seq_len]
-        decision = advise("h200-nvlink-pair", seq_len, ranks=2)
+        decision = advise("h200-nvlink-pair-bulk", seq_len, ranks=2)
         assert decision.action == "piggyback"
-        # All of a burst counts as remote: the prediction bounds what two ranks, half of it local, can see.
-        assert decision.residual_us + decision.issue_us == pytest.approx(fused - attention, rel=0.5)
+        # Differences of two times of 0.2 and 0.8 ms, a tenth of a percent of noise each: 20% of the difference.
+        assert decision.residual_us + decision.issue_us == pytest.approx(fused - attention, rel=0.2)
+
+
+def test_stores_of_the_other_kind_are_pointed_out():
+    assert any("in bulk" in note for note in advise("h200-nvlink-pair", 8192, ranks=2).notes)
+    assert not any("in bulk" in note for note in advise("h200-nvlink-pair-bulk", 8192, ranks=2).notes)
 
 
 def test_a_burst_above_the_capacity_is_charged_for_its_own_drain():
@@ -119,7 +124,7 @@ def test_the_minimum_length_is_the_least_whole_tiles_that_cover_the_recovery_gap
 
 
 @given(
-    st.sampled_from(["paper-148sm", "h200-nvlink-pair"]),
+    st.sampled_from(["paper-148sm", "h200-nvlink-pair", "h200-nvlink-pair-bulk"]),
     st.integers(1, 200000),
     st.integers(1, 64),
     st.sampled_from([64, 96, 128, 256]),

@@ -33,9 +33,9 @@ class AttentionDecision:
         qloop_gap_us: G_Qloop(M), the gap that one Q-loop supplies.
         rate_bound_holds, capacity_bound_holds: equation 10.
         residual_us: drain-induced time over attention alone, E_drain (18, 19) and what single bursts above the capacity
-            wait for their own drain (7).
-        issue_us: issue instructions without backpressure, over all waves of tiles.
-        completion_coupled_residual_us: the counterfactual without post-issue progress, E^cc (17).
+            wait for their own drain (7), over the waves of tiles whose owner is another rank.
+        issue_us: issue instructions without backpressure, over the same waves.
+        completion_coupled_residual_us: the counterfactual without post-issue progress, E^cc (17), over the same waves.
         serial_exchange_us: the same bytes as a copy at the drain rate, the least a serial exchange can take.
         reason: one sentence.
         sources: where each group of numbers comes from.
@@ -83,7 +83,8 @@ def advise_attention(
     drain = float(platform.drain_us(burst_bytes))
     test = platform.design_test(producers, tile_bytes, gap)
     rate_ok, capacity_ok = bool(test.rate_bound_holds), bool(test.capacity_bound_holds)
-    waves = -(-workload.output_tiles // num_sms)
+    # Tiles of one owner run together, so a wave is sent whole or stays whole: (N - 1)/N of the waves are remote.
+    waves = -(-workload.output_tiles // num_sms) * (workload.ranks - 1) / workload.ranks
     # One QK^T step is half of the work of a KV tile.
     qk = sigma / 2
     backpressure = max(issue_backpressure_us(drain, gap, floor), float(platform.isolated_overhead_us(producers, tile_bytes)))
@@ -91,8 +92,6 @@ def advise_attention(
     coupled = waves * completion_coupled_exposure_us(drain, platform.completion_latency_us, qk)
     serial = float(platform.drain_us(workload.remote_bytes))
     least = min_seq_len(float(platform.recovery_gap_us(num_sms, tile_bytes)), sigma, workload.block_n)
-    if workload.ranks == 1:
-        residual = coupled = 0.0
     action, reason = _decide(workload, gap, drain, residual, waves * floor, serial, rate_ok, capacity_ok)
     return AttentionDecision(
         action=action,
@@ -116,8 +115,14 @@ def advise_attention(
             "completion_latency": str(platform.completion_latency_origin),
             "qloop": str(origin),
         },
-        notes=platform.outside(producers, tile_bytes),
+        notes=platform.outside(producers, tile_bytes) + _store_note(platform),
     )
+
+
+def _store_note(platform: PlatformModel) -> tuple[str, ...]:
+    if platform.store == "bulk" or platform.name == PAPER_PLATFORM:
+        return ()
+    return ("FlashAttention stores its tiles in bulk; this platform was measured with 16-byte stores",)
 
 
 def _qloop(platform: PlatformModel, workload: AttentionWorkload, given: float | None) -> tuple[float, Origin]:

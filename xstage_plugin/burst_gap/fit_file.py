@@ -17,7 +17,7 @@ from xstage_plugin.provenance import Origin, Source
 
 # Meta keys that a platform file carries on as its provenance.
 PROVENANCE_KEYS = ("what", "topology", "date", "gpu", "link", "driver", "cuda", "commit", "tree", "method", "command")
-ASSUMED_LATENCY = (2.0, Origin(Source.ESTIMATED, "not measured; taken over from the paper's platform"))
+ASSUMED_LATENCY = (3.1, Origin(Source.ESTIMATED, "not measured; taken over from the paper's platform"))
 
 
 def fit_samples_file(

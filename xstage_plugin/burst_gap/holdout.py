@@ -19,7 +19,7 @@ class HoldoutError:
     ``period_law`` names what is predicted: ``aggregate`` (equation 1) where the run measured it, otherwise
     ``median producer`` (equation 1 with the service share). ``recovered_*`` counts only gaps of at least G*, where no
     producer is starved. Issue times compare the mean burst (period less gap, equation 3) under ``aggregate``, otherwise the
-    median producer's; ``own_issue_median`` is always the median producer's, under the service share.
+    median burst's; ``own_issue_median`` is always of the median burst.
     """
 
     num_producers: int | None
@@ -60,7 +60,9 @@ def _errors(
         measured = np.array([sample.period_us_median for sample in samples])
         predicted = model.median_producer_period_us(producers, burst, gap)
     floor = model.issue_floor_us(producers, burst)
-    own = np.maximum(model.median_producer_period_us(producers, burst, gap) - gap, floor)
+    # Where the run measured the aggregate, a median burst waits as equation 3 has it, equal service or not.
+    median_law = model.period_us if by_aggregate else model.median_producer_period_us
+    own = np.maximum(median_law(producers, burst, gap) - gap, floor)
     own_error = _relative(own, np.array([sample.issue_us_median for sample in samples]))
     # A mean burst's issue is its period less the gap; it cannot be shorter than the fastest issue, clock noise aside.
     issue_error = _relative(predicted - gap, np.maximum(measured - gap, 1e-9)) if by_aggregate else own_error

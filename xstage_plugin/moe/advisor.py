@@ -231,6 +231,8 @@ def _notes(
     tiles = tile.l2_tiles_per_row(workload.hidden)
     if tile.separate_epilogue and tiles % 2:
         notes += (f"hidden {workload.hidden} gives {tiles} Linear-2 tiles a row; the SM100 kernel takes only even numbers",)
+    if platform.store == "bulk":
+        notes += ("MegaMoE scatters with 16-byte stores; this platform was measured with bulk stores",)
     if workload.model == "dit-moe" and platform.name == "paper-148sm":
         notes += ("the paper's tile times fit dit-moe-swapped, not dit-moe",)
     return notes
