@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xstage_plugin.bundled import bundled_folder
+
 MODEL = ["model", "--platform", "paper-148sm", "--producers", "148", "--burst-kib", "32"]
 MOE = ["advise", "moe", "--model", "qwen3.5", "--tokens-per-rank", "8192", "--ranks", "8"]
 SHAPE = ["--hidden", "4096", "--intermediate", "512", "--experts", "128", "--topk", "8"]
@@ -101,6 +103,9 @@ def test_a_fitted_platform_is_used_and_drawn(run, tmp_path, h200_samples):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+H200_RUN = Path(__file__).parents[1] / "benchmarks" / "results" / "burst_gap_h200_nvlink_pair.json"
+
+
 def wrong(tmp):
     """name -> (arguments, what the one line says)."""
     (tmp / "not.toml").write_text("= =")
@@ -109,6 +114,13 @@ def wrong(tmp):
     (tmp / "empty.json").write_text('{"zero_gap": [], "gap_sweep": [], "isolated": []}')
     (tmp / "nan.json").write_text('{"zero_gap": [{"num_producers": NaN}], "gap_sweep": [{}], "isolated": [{}]}')
     (tmp / "counts.json").write_text("[1, 2, 3]")
+    (tmp / "folder.toml").mkdir()
+    (tmp / "mine.samples.json").write_text("[]")
+    (tmp / "run.toml").write_text(H200_RUN.read_text())
+    paper = (bundled_folder("platforms") / "paper-148sm.toml").read_text()
+    (tmp / "huge.toml").write_text(paper.replace("717.0", "9" * 401))
+    (tmp / "longer.toml").write_text(paper.replace("717.0", "9" * 5000))
+    (tmp / "longer.json").write_text('{"zero_gap": [' + "9" * 5000 + "]}")
     model = lambda **values: ["model", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items())]  # noqa: E731
     point = {"producers": "8", "burst_kib": "8"}
     return {
@@ -149,7 +161,26 @@ def wrong(tmp):
         "options before moe": (["advise", "--ranks", "4", *MOE[1:]], "after 'moe'"),
         "length zero": ([*ATTENTION, "--seq-len", "0"], "seq_len is 0"),
         "qloop negative": ([*ATTENTION, "--qloop-us-per-kv-tile", "-1"], "qloop_us_per_kv_tile is -1"),
-        "overview ranks": (["advise", "--ranks", "3"], "expected a multiple of the 3 ranks"),
+        "overview ranks": (["advise", "--ranks", "7"], "expected a number that divides the experts"),
+        "overview ranks zero": (["advise", "--ranks", "0"], "ranks is 0"),
+        "ranks beyond reason": (["advise", "--ranks", "9999999999999"], "expected at most"),
+        "experts beyond reason": ([*MOE_BY_SHAPE, "--experts", "100000000000000"], "expected at most 65536"),
+        "hidden beyond reason": ([*MOE_BY_SHAPE, "--hidden", "1" + "0" * 18], "expected at most 2147483647"),
+        "hidden of 90 digits": ([*MOE_BY_SHAPE, "--hidden", "1" + "0" * 90], "more than 60 digits"),
+        "head dimension beyond reason": ([*ATTENTION, "--head-dim", "999999999999999"], "expected at most"),
+        "qloop tiny": ([*ATTENTION, "--qloop-us-per-kv-tile", "5e-324"], "at least 1e-09"),
+        "skew NaN, balanced": ([*MOE, "--skew", "nan"], "skew is nan"),
+        "platform empty": (model(platform="", **point), "unknown platform ''"),
+        "platform of 5000 letters": (model(platform="p" * 5000, **point), "unknown platform 'ppp"),
+        "file of 5000 letters": (model(platform="p" * 5000 + ".toml", **point), "cannot be read"),
+        "routing of 5000 letters": ([*MOE, "--routing", "r" * 5000], "routing is 'rrr"),
+        "number of 401 digits": (model(platform=tmp / "huge.toml", **point), "'gbps' is a number of more than 60 digits"),
+        "number of 5000 digits": (model(platform=tmp / "longer.toml", **point), "not TOML"),
+        "samples of 5000 digits": (["fit", tmp / "longer.json", "--out", tmp / "o.toml"], "too many digits"),
+        "fit onto a folder": (["fit", H200_RUN, "--out", tmp / "folder.toml"], "is a directory"),
+        "fit over other samples": (["fit", H200_RUN, "--out", tmp / "mine.toml"], "holds other samples"),
+        "fit onto its own samples": (["fit", tmp / "run.toml", "--out", tmp / "run.toml"], "is the samples file itself"),
+        "fit to a name too long": (["fit", H200_RUN, "--out", tmp / ("n" * 250 + ".toml")], "cannot be written"),
         "samples missing": (["fit", tmp / "none.json", "--out", tmp / "o.toml"], "no such file"),
         "samples no JSON": (["fit", tmp / "not.json", "--out", tmp / "o.toml"], "not JSON"),
         "samples empty": (["fit", tmp / "empty.json", "--out", tmp / "o.toml"], "holds no samples"),
@@ -166,7 +197,6 @@ def wrong(tmp):
     }
 
 
-H200_RUN = Path(__file__).parents[1] / "benchmarks" / "results" / "burst_gap_h200_nvlink_pair.json"
 with tempfile.TemporaryDirectory() as folder:
     WRONG = sorted(wrong(Path(folder)))  # the names only; each test makes its own files
 
@@ -186,7 +216,14 @@ def test_wrong_input_is_exit_code_2_and_one_line_that_names_it(run, tmp_path, ca
 
 
 HELP = [[], ["advise"], ["advise", "moe"], ["advise", "attention"], ["model"], ["fit"], ["platforms"], ["models"]]
-HELP += [["plot"], ["plot", "platform"], ["plot", "advice"]]
+HELP += [["plot"], ["plot", "platform"], ["plot", "advice"], ["calibrate"], ["doctor"]]
+
+
+@pytest.mark.parametrize("group", [[], ["plot"]])
+def test_a_group_alone_shows_its_help(run, group):
+    code, out, err = run(*group)
+    assert (code, err) == (0, "")
+    assert "Commands:" in out
 
 
 @pytest.mark.parametrize("command", HELP, ids=" ".join)
@@ -195,6 +232,59 @@ def test_help_reads_at_every_level(run, command):
     assert code == 0
     assert out.startswith("Usage: xstage")
     assert "None" not in out
+
+
+def test_a_shape_that_the_ranks_cannot_share_is_left_out_of_the_overview(run):
+    models = {row["model"] for row in json.loads(run("advise", "--ranks", "32", "--json")[1])["moe"]}
+    assert "qwen3.5" in models
+    assert "dit-moe" not in models
+
+
+def test_texts_from_files_are_shown_as_they_are(run, tmp_path):
+    """A description with markup, a name with a formula: neither may break the output."""
+    text = (bundled_folder("platforms") / "paper-148sm.toml").read_text()
+    strange = tmp_path / "a$b{.toml"
+    strange.write_text(text.replace("the paper's eight-GPU", "[/x] [red]the"))
+    code, out, err = run("advise", "--platform", strange)
+    assert (code, err) == (0, "")
+    assert "[/x] [red]the" in out
+    assert run("plot", "platform", strange, "--out", tmp_path / "p.png")[0] == 0
+    assert run("plot", "advice", "--platform", strange, "--out", tmp_path / "a.png")[0] == 0
+
+
+def test_samples_with_an_unprintable_text_still_fit(run, tmp_path, h200_samples):
+    document = h200_samples | {"meta": h200_samples["meta"] | {"what": "\ud800\n" + "x" * 5000}}
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    assert run("fit", tmp_path / "s.json", "--out", tmp_path / "node.toml")[0] == 0
+    assert run("advise", "--platform", tmp_path / "node.toml")[0] == 0
+
+
+def test_a_link_is_followed_and_permissions_are_kept(run, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "node.toml").write_text("")
+    (tmp_path / "real" / "node.toml").chmod(0o600)
+    (tmp_path / "node.toml").symlink_to(tmp_path / "real" / "node.toml")
+    assert run("fit", H200_RUN, "--out", tmp_path / "node.toml")[0] == 0
+    assert (tmp_path / "node.toml").is_symlink()
+    assert (tmp_path / "real" / "node.toml").stat().st_mode & 0o777 == 0o600
+    assert "xstage-platform" in (tmp_path / "real" / "node.toml").read_text()
+
+
+@pytest.mark.parametrize("sink", ["> /dev/full", ">&-", "| head -1"])
+def test_an_output_that_cannot_be_written_is_no_traceback(sink):
+    command = f"{sys.executable} -m xstage_plugin advise {sink}"
+    shown = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert shown.returncode == (0 if "head" in sink else 2)
+    assert "Traceback" not in shown.stderr
+    assert len(shown.stderr.splitlines()) == (0 if "head" in sink else 1)
+
+
+def test_a_fault_of_ours_is_one_line_with_the_way_to_more(run, monkeypatch):
+    monkeypatch.setattr("xstage_plugin.report.print_overview", lambda *_: 1 / 0)
+    code, _, err = run("advise")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "internal error, ZeroDivisionError" in err
+    assert "XSTAGE_DEBUG=1" in err
 
 
 def test_it_runs_as_a_module_and_survives_a_reader_that_goes_away():

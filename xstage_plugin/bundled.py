@@ -14,7 +14,7 @@ def bundled_folder(name: str) -> Path:
 
 def looks_like_file(text: str) -> bool:
     """Whether ``text`` means a file rather than a name: it has a separator or a suffix of ours, or it exists."""
-    return os.sep in text or text.endswith((".toml", ".json", ".npy", ".csv", ".txt")) or _exists(text)
+    return bool(text) and (os.sep in text or text.endswith((".toml", ".json", ".npy", ".csv", ".txt")) or _exists(text))
 
 
 def _exists(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,20 +15,22 @@ from click.core import ParameterSource
 from xstage_plugin import __version__, env, report
 from xstage_plugin.attention.advisor import AttentionDecision, advise_attention
 from xstage_plugin.attention.workload import AttentionWorkload
+from xstage_plugin.bundled import looks_like_file
 from xstage_plugin.burst_gap.catalog import bundled_platforms, load_platform
 from xstage_plugin.burst_gap.platform_model import STORES, PlatformModel
 from xstage_plugin.burst_gap.topology import TOPOLOGIES
 from xstage_plugin.burst_gap.units import KIB
-from xstage_plugin.checks import not_negative, positive, positive_int
+from xstage_plugin.checks import not_negative, positive, positive_int, shown
 from xstage_plugin.errors import InvalidInputError, XStageError
-from xstage_plugin.moe.advisor import advise_moe
-from xstage_plugin.moe.routing import DEFAULT_SKEW, Routing, balanced_routing, read_routing, skewed_routing
-from xstage_plugin.moe.shapes import bundled_shapes, load_shape
+from xstage_plugin.moe.advisor import ScheduleDecision, advise_moe
+from xstage_plugin.moe.routing import DEFAULT_SKEW, MOST_EXPERTS, Routing, balanced_routing, read_routing, skewed_routing
+from xstage_plugin.moe.shapes import ExpertShape, bundled_shapes, load_shape
 from xstage_plugin.moe.workload import MoeWorkload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 USAGE_ERROR = 2
+INTERNAL_ERROR = 1
 INTERRUPTED = 130
 # The overview's batch: what one rank of a serving node prefills at once. Heads are the paper's FA4 configuration.
 OVERVIEW_RANKS, OVERVIEW_TOKENS_PER_RANK = 8, 8192
@@ -35,9 +39,12 @@ OVERVIEW_HEADS, OVERVIEW_HEAD_DIM = 4, 128
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 with one line on stderr for wrong input, 130 when interrupted."""
+    """Run the command line and exit: 0, 2 with one line on stderr for wrong input, 130 when interrupted, 1 for our faults."""
+    if sys.stdout is None:  # closed before we began
+        sys.exit(_complain("output cannot be written: stdout is closed"))
     try:
         code = cli.main(args=args, prog_name="xstage", standalone_mode=False) or 0
+        sys.stdout.flush()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -47,14 +54,30 @@ def main(args: Sequence[str] | None = None) -> None:
     except XStageError as error:
         code = _complain(str(error))
     except BrokenPipeError:  # the reader went away (| head); nothing of ours is wrong
-        sys.stderr.close()
         code = 0
+        _drop_stdout()
+    except OSError as error:  # a full disk or a closed stream behind stdout
+        code = _complain(f"output cannot be written: {error.strerror or error}")
+        _drop_stdout()
+    except Exception as error:
+        if env.debug():
+            raise
+        text = str(error).splitlines()[0] if str(error) else ""
+        _complain(f"internal error, {type(error).__name__}: {text[:200]} (run with {env.DEBUG}=1 for the traceback)")
+        code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _complain(message: str) -> int:
-    click.echo(f"xstage: error: {' '.join(message.split())}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"xstage: error: {' '.join(message.split())}", err=True)
     return USAGE_ERROR
+
+
+def _drop_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's own flush at exit does not fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def json_option(command: Command) -> Command:
@@ -131,7 +154,7 @@ def advise(
             raise click.UsageError(f"give the options after '{context.invoked_subcommand}', not before it")
         return
     platform = load_platform(platform_name)
-    moe = [(shape, advise_moe(platform, _workload(shape, ranks, tokens_per_rank, routing, skew))) for shape in bundled_shapes()]
+    moe = _overview_moe(platform, positive_int("ranks", ranks), tokens_per_rank, routing, skew)
     attention = _overview_attention(platform, ranks)
     if as_json:
         report.print_json(
@@ -139,7 +162,7 @@ def advise(
                 "platform": platform.name,
                 "ranks": ranks,
                 "tokens_per_rank": tokens_per_rank,
-                "moe": [{"model": shape.key, **report.moe_document(decision)} for shape, decision in moe],
+                "moe": [{"model": key, **report.moe_document(decision)} for key, decision in moe],
                 "attention": [{"seq_len": m, **report.attention_document(decision)} for m, decision in attention],
             }
         )
@@ -186,7 +209,7 @@ def advise_moe_command(
         missing = [name for name in dimensions if name not in given]
         raise click.UsageError(f"give --model, or all four dimensions; missing: {', '.join(missing)}")
     else:
-        spread = _routing(routing, positive_int("experts", experts), positive_int("topk", topk), skew)
+        spread = _routing(routing, positive_int("experts", experts, MOST_EXPERTS), positive_int("topk", topk), skew)
         workload = MoeWorkload(
             hidden, intermediate, experts, topk, ranks, positive_int("tokens per rank", tokens_per_rank), spread
         )
@@ -236,7 +259,7 @@ def advise_attention_command(
 @click.option("--gap-us", type=float, default=0.0, show_default=True, metavar="G", help="Microseconds without stores.")
 @json_option
 def model_command(platform_name: str, producers: int, burst_kib: float, gap_us: float, as_json: bool) -> None:
-    """Evaluate the Burst-Gap model (equations 1 to 7 and 10) at one point."""
+    """Evaluate the Burst-Gap model at one point (equations 1 to 7, 10)."""
     platform = load_platform(platform_name)
     positive_int("producers", producers)
     burst_bytes = positive("burst in KiB", burst_kib) * KIB
@@ -256,7 +279,9 @@ def model_command(platform_name: str, producers: int, burst_kib: float, gap_us: 
 @click.option("--description", help="One line for the platform file; default: what the samples say.")
 @json_option
 def fit(samples: Path, out: Path, device: str | None, store: str | None, description: str | None, as_json: bool) -> None:
-    """Fit a platform model to measured SAMPLES (JSON) and judge it by their gap sweep, which the fit does not see.
+    """Fit a platform model to measured samples.
+
+    SAMPLES is JSON. The model is judged by the gap sweep, which the fit does not see.
 
     The samples are copied beside the model, where `xstage plot platform` finds them.
     """
@@ -324,7 +349,10 @@ def calibrate(
 @cli.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Say what this machine has: GPUs, peer access, NVLink, driver, packages, and whether `xstage calibrate` can run."""
+    """Say what this machine has, and whether it can be calibrated.
+
+    GPUs, peer access, NVLink, driver, packages, upstream libraries.
+    """
     from xstage_plugin.doctor import diagnose, diagnosis_document
 
     diagnosis = diagnose()
@@ -356,9 +384,12 @@ def models(as_json: bool) -> None:
         report.print_shapes(shapes)
 
 
-@cli.group()
-def plot() -> None:
-    """Draw a platform model or the advice as a picture (PNG, SVG or PDF)."""
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def plot(context: click.Context) -> None:
+    """Draw a platform or the advice (PNG, SVG, PDF)."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @plot.command("platform")
@@ -377,20 +408,22 @@ def plot_platform(platform_name: str, out: Path, as_json: bool) -> None:
 
 @plot.command("advice")
 @platform_option
+@click.option("--ranks", type=int, default=OVERVIEW_RANKS, show_default=True, help="GPUs that share the layer.")
+@click.option(
+    "--tokens-per-rank", type=int, default=OVERVIEW_TOKENS_PER_RANK, show_default=True, help="Tokens that each rank brings."
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Picture to write.")
 @json_option
-def plot_advice(platform_name: str, out: Path, as_json: bool) -> None:
+def plot_advice(platform_name: str, ranks: int, tokens_per_rank: int, out: Path, as_json: bool) -> None:
     """What `xstage advise` says, as a picture: stall per tile under both schedules, attention's residual over length."""
     from xstage_plugin.plots import advice_figure, save_figure
 
     platform = load_platform(platform_name)
-    moe = [
-        (shape.key, advise_moe(platform, _workload(shape, OVERVIEW_RANKS, OVERVIEW_TOKENS_PER_RANK, "balanced", 0.0)))
-        for shape in bundled_shapes()
-    ]
-    attention = _overview_attention(platform, OVERVIEW_RANKS)
-    save_figure(lambda: advice_figure(platform, moe, attention), out)
-    _say_written(out, as_json, {"platform": platform.name})
+    moe = _overview_moe(platform, positive_int("ranks", ranks), tokens_per_rank, "balanced", 0.0)
+    attention = _overview_attention(platform, ranks)
+    setting = f"{ranks} ranks, {tokens_per_rank} tokens a rank"
+    save_figure(lambda: advice_figure(platform, moe, attention, setting), out)
+    _say_written(out, as_json, {"platform": platform.name, "ranks": ranks, "tokens_per_rank": tokens_per_rank})
 
 
 def _device_list(text: str) -> list[int]:
@@ -407,6 +440,16 @@ def _say_written(out: Path, as_json: bool, facts: dict[str, Any]) -> None:
         click.echo(f"wrote {out}")
 
 
+def _overview_moe(
+    platform: PlatformModel, ranks: int, tokens_per_rank: int, routing: str, skew: float
+) -> list[tuple[str, ScheduleDecision]]:
+    """Every bundled shape that so many ranks can share."""
+    shapes = [shape for shape in bundled_shapes() if shape.experts % ranks == 0]
+    if not shapes:
+        raise InvalidInputError(f"ranks is {ranks}; expected a number that divides the experts of a bundled shape")
+    return [(shape.key, advise_moe(platform, _workload(shape, ranks, tokens_per_rank, routing, skew))) for shape in shapes]
+
+
 def _overview_attention(platform: PlatformModel, ranks: int) -> list[tuple[int, AttentionDecision]]:
     return [
         (m, advise_attention(platform, AttentionWorkload(m, OVERVIEW_HEADS, OVERVIEW_HEAD_DIM, ranks)))
@@ -414,7 +457,7 @@ def _overview_attention(platform: PlatformModel, ranks: int) -> list[tuple[int, 
     ]
 
 
-def _workload(shape: Any, ranks: int, tokens_per_rank: int, routing: str, skew: float) -> MoeWorkload:
+def _workload(shape: ExpertShape, ranks: int, tokens_per_rank: int, routing: str, skew: float) -> MoeWorkload:
     spread = _routing(routing, shape.experts, shape.topk, skew)
     return MoeWorkload(
         shape.hidden,
@@ -424,16 +467,16 @@ def _workload(shape: Any, ranks: int, tokens_per_rank: int, routing: str, skew: 
         ranks,
         positive_int("tokens per rank", tokens_per_rank),
         spread,
-        shape.key,
+        shape.key if shape.bundled else None,
     )
 
 
 def _routing(routing: str, experts: int, topk: int, skew: float) -> Routing:
+    not_negative("skew", skew)
     if routing == "balanced":
         return balanced_routing(experts)
     if routing == "skewed":
         return skewed_routing(experts, topk, skew)
-    path = Path(routing)
-    if not path.suffix and not path.exists():
-        raise InvalidInputError(f"routing is {routing!r}; expected balanced, skewed, or a file of counts or topk ids")
-    return read_routing(path, experts, topk)
+    if not looks_like_file(routing):
+        raise InvalidInputError(f"routing is {shown(routing)}; expected balanced, skewed, or a file of counts or topk ids")
+    return read_routing(Path(routing), experts, topk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 PLATFORM = "XSTAGE_PLATFORM"
+DEBUG = "XSTAGE_DEBUG"
 SOURCE_STATE = "XSTAGE_SOURCE_STATE"
 DEFAULT_PLATFORM = "paper-148sm"
 
@@ -35,3 +36,8 @@ def torchrun_local_rank() -> int:
     """This process's rank on its host under torchrun, 0 without it."""
     value = os.environ.get("LOCAL_RANK", "0")
     return int(value) if value.isdigit() else 0
+
+
+def debug() -> bool:
+    """Whether a fault of ours shows its traceback."""
+    return os.environ.get(DEBUG, "") not in ("", "0")

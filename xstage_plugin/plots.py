@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ FORMATS = ("png", "svg", "pdf")
 # Okabe and Ito's palette: told apart by readers with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MOST_CURVES = 4
+COUPLED = "gap + V/R: if the sender had to wait"
 
 
 def save_figure(make: Callable[[], Figure], out: Path) -> None:
@@ -34,7 +36,9 @@ def save_figure(make: Callable[[], Figure], out: Path) -> None:
     if suffix not in FORMATS:
         raise InvalidInputError(f"{out}: a picture ends in .{', .'.join(FORMATS)}; give such a name")
     data = io.BytesIO()
-    make().savefig(data, format=suffix, dpi=150)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name with letters that the font lacks is drawn as boxes
+        make().savefig(data, format=suffix, dpi=150)
     write_atomically(out, data.getvalue())
 
 
@@ -57,6 +61,7 @@ def advice_figure(
     platform: PlatformModel,
     moe: Sequence[tuple[str, ScheduleDecision]],
     attention: Sequence[tuple[int, AttentionDecision]],
+    setting: str,
 ) -> Figure:
     """Stall per Linear-2 tile under both schedules, and attention's residual over the sequence length."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
@@ -67,7 +72,7 @@ def advice_figure(
     for index, (_, decision) in enumerate(moe):
         height = max(decision.stall_wave_us, decision.stall_interleaved_us)
         left.annotate(
-            f"{decision.schedule}\n{decision.stall_wave_us:.1f} → {decision.stall_interleaved_us:.1f}",
+            f"{decision.stall_wave_us:.1f} → {decision.stall_interleaved_us:.1f}\npick {decision.schedule}",
             (index, height),
             ha="center",
             va="bottom",
@@ -76,21 +81,17 @@ def advice_figure(
             fontsize=8,
         )
     left.set_xticks(position, [name for name, _ in moe], rotation=30, ha="right")
-    left.margins(y=0.15)
+    left.margins(y=0.45)
+    left.set_ylim(bottom=0)
     left.set_ylabel("predicted tensor-core stall, us per Linear-2 tile")
-    left.set_title("MegaMoE: what the advisor picks")
-    left.legend()
+    left.set_title(f"MegaMoE, {setting}: wave → interleaved")
+    left.legend(loc="upper right", ncols=2)
     lengths = [m for m, _ in attention]
     coupled = [d.completion_coupled_residual_us for _, d in attention]
-    right.plot(lengths, coupled, "o--", color=COLOURS[1], label="completion-coupled (17)")
-    right.plot(
-        lengths,
-        [d.residual_us + d.issue_us for _, d in attention],
-        "o-",
-        color=COLOURS[0],
-        label="X-Stage: residual + issue",
-    )
+    fused = [d.residual_us + d.issue_us for _, d in attention]
+    right.plot(lengths, coupled, "o--", color=COLOURS[1], label="without X-Stage (17)")
     right.plot(lengths, [d.serial_exchange_us for _, d in attention], "s:", color=COLOURS[2], label="exchange alone, V/R")
+    right.plot(lengths, fused, "o-", color=COLOURS[0], label="fused: residual + issue")
     right.set_xscale("log", base=2)
     right.set_xticks(lengths, [f"{m // 1024}K" for m in lengths])
     right.set_xlabel("sequence length, tokens")
@@ -98,9 +99,14 @@ def advice_figure(
     right.set_title("Ulysses attention")
     right.legend()
     figure.suptitle(
-        f"{platform.name}: predicted from R = {platform.drain_rate_gbps:.0f} GB/s ({platform.drain_rate_origin.source})"
+        f"{_plain(platform.name)}: predicted from R = {platform.drain_rate_gbps:.0f} GB/s ({platform.drain_rate_origin.source})"
     )
     return figure
+
+
+def _plain(text: str) -> str:
+    """``text`` without the dollar signs that would start a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw_gap_panels(issue: Axes, period: Axes, model: PlatformModel, sweep: Sequence[GapSample]) -> None:
@@ -125,15 +131,15 @@ def _draw_gap_panels(issue: Axes, period: Axes, model: PlatformModel, sweep: Seq
         label = f"{count} x {size:g} KiB"
         issue.plot(gaps, np.maximum(own, model.issue_floor_us(count, size * KIB)), color=colour, label=label)
         issue.plot(x, [s.issue_us_median for s in rows], "o", color=colour, markersize=5)
-        issue.plot(x, [s.local_issue_us_median for s in rows], "x", color="grey", markersize=4)
+        issue.plot(x, [s.local_issue_us_median for s in rows], "x", color=colour, markersize=5, zorder=3)
         period.plot(gaps, law(count, size * KIB, gaps), color=colour, label=label)
         period.plot(x, measured, "o", color=colour, markersize=5)
         coupled = gaps + model.drain_us(model.burst_total_bytes(count, size * KIB))
-        period.plot(gaps, coupled, ":", color=colour, linewidth=1)
+        period.plot(gaps, coupled, ":", color=colour, linewidth=1, label=COUPLED if colour == COLOURS[0] else None)
     issue.set_title("(a) issue time recovers with the gap" + (" (x: local control)" if sweep else ""))
     issue.set_ylabel("sender-visible issue time, us")
     kind = "whole burst" if law == model.period_us else "median producer"
-    period.set_title(f"(b) period of the {kind}; dotted: gap + V/R")
+    period.set_title(f"(b) period of the {kind}")
     period.set_ylabel("period, us")
     for axes in (issue, period):
         axes.set_xlabel("gap without stores, us")
@@ -158,12 +164,15 @@ def _draw_isolated(axes: Axes, model: PlatformModel, samples: BurstGapSamples | 
             color=colour,
             markersize=5,
         )
+        local = [s.local_issue_us_median for s in mine]
+        axes.plot([s.burst_total_bytes / MIB for s in mine], local, "x", color=colour, markersize=5, zorder=3)
         if knee < largest:
             axes.axvline(knee * count / MIB, color=colour, linestyle=":", linewidth=1)
-    axes.set_title("(c) one burst on an empty path: the capacity knee (dotted)")
+    axes.set_title("(c) one burst on an empty path; dotted: the capacity knee" + (" (x: local)" if rows else ""))
     axes.set_xlabel("burst of all producers, MiB")
     axes.set_ylabel("sender-visible issue time, us")
-    axes.set_ylim(bottom=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
     axes.legend(fontsize=8)
 
 
@@ -176,7 +185,8 @@ def _draw_drain(axes: Axes, model: PlatformModel, samples: BurstGapSamples | Non
     for count, colour in zip(sorted({s.num_producers for s in rows}), COLOURS, strict=False):
         mine = [s for s in rows if s.num_producers == count]
         x = [s.burst_total_bytes / MIB for s in mine]
-        axes.plot(x, [s.aggregate_period_us for s in mine], "o", color=colour, markersize=5, label=f"{count} producers")
+        periods = [s.aggregate_period_us for s in mine]
+        axes.plot(x, periods, "o", color=colour, markersize=7, fillstyle="none", label=f"{count} producers")
     axes.set_title("(d) zero gap: the drain rate all producers share")
     axes.set_xlabel("burst of all producers, MiB")
     axes.set_ylabel(f"aggregate period{contains}, us")

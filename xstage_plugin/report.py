@@ -17,6 +17,7 @@ from rich.table import Table
 
 from xstage_plugin.attention.advisor import AttentionDecision
 from xstage_plugin.attention.workload import AttentionWorkload
+from xstage_plugin.burst_gap.catalog import samples_path
 from xstage_plugin.burst_gap.platform_file import platform_document
 from xstage_plugin.burst_gap.platform_model import PlatformModel
 from xstage_plugin.burst_gap.units import KIB, MIB
@@ -105,20 +106,20 @@ def shape_document(shape: ExpertShape) -> dict[str, Any]:
 
 def print_overview(
     platform: PlatformModel,
-    moe: Sequence[tuple[ExpertShape, ScheduleDecision]],
+    moe: Sequence[tuple[str, ScheduleDecision]],
     attention: Sequence[tuple[int, AttentionDecision]],
     moe_setting: str,
     attention_setting: str,
 ) -> None:
     console = _console()
-    console.print(f"Platform [bold]{platform.name}[/bold]: {platform.description}. R = {platform.drain_rate_gbps:.0f} GB/s.")
-    table = _table(console, f"MegaMoE: {moe_setting}. Times are us per Linear-2 tile.", "model", "schedule", "lead")
-    for name in ("stall wave", "interleaved", "predicted"):
+    console.print(f"Platform {platform.name}: {platform.description}. R = {platform.drain_rate_gbps:.0f} GB/s.", style="bold")
+    table = _table(console, f"MegaMoE: {moe_setting}. Stalls are us per Linear-2 tile.", "model", "schedule", "lead")
+    for name in ("wave", "interleaved", "gain"):
         table.add_column(name, justify="right")
     table.add_column("tile times")
-    for shape, decision in moe:
+    for key, decision in moe:
         table.add_row(
-            shape.key,
+            key,
             decision.schedule,
             "-" if decision.lead_rows is None else str(decision.lead_rows),
             f"{decision.stall_wave_us:.2f}",
@@ -127,9 +128,10 @@ def print_overview(
             decision.times.origin.source.value,
         )
     console.print(table)
-    _print_reasons(console, [(shape.key, decision.reason) for shape, decision in moe])
+    console.print("gain: predicted tile time under wave over interleaved, whichever is picked. Why:")
+    _print_reasons(console, [(key, decision.reason) for key, decision in moe])
     table = _table(console, f"Ulysses attention: {attention_setting}. Times are us per layer.", "tokens", "action")
-    for name in ("residual", "issue", "completion-coupled", "exchange alone"):
+    for name in ("residual", "issue", "without X-Stage", "exchange"):
         table.add_column(name, justify="right")
     for seq_len, verdict in attention:
         table.add_row(
@@ -141,18 +143,25 @@ def print_overview(
             f"{verdict.serial_exchange_us:.1f}",
         )
     console.print(table)
+    console.print("exchange: the same bytes afterwards, at the drain rate. Why:")
     _print_reasons(console, [(str(seq_len), verdict.reason) for seq_len, verdict in attention])
-    notes = _distinct(note for _, decision in moe for note in decision.notes)
-    extrapolated = [note for note in notes if "extrapolated" in note]
-    _print_notes(console, [note for note in notes if note not in extrapolated])
-    if extrapolated:
-        _print_notes(console, [f"{len(extrapolated)} rows lie outside the measured points; `xstage advise moe` says which"])
+    rows = [decision.notes for _, decision in moe] + [verdict.notes for _, verdict in attention]
+    special = _distinct(note for notes in rows for note in notes if not _of_model_points(note))
+    _print_notes(console, special)
+    outside = sum(any(_of_model_points(note) for note in notes) for notes in rows)
+    if outside:
+        _print_notes(console, [f"{outside} of {len(rows)} rows lie outside the platform's measured points; --json says how"])
+
+
+def _of_model_points(note: str) -> bool:
+    """Whether a note is one of the long ones about extrapolation and aligned bursts, which repeat from row to row."""
+    return "extrapolated" in note or note.startswith("an aligned burst exceeds")
 
 
 def print_moe(platform: PlatformModel, workload: MoeWorkload, decision: ScheduleDecision) -> None:
     console = _console()
     lead = "" if decision.lead_rows is None else f", lead {decision.lead_rows} rows"
-    console.print(f"[bold]{decision.schedule}[/bold]{lead}: {decision.reason}.")
+    console.print(f"{decision.schedule}{lead}: {decision.reason}.", style="bold")
     table = _table(
         console,
         f"{platform.name}, hidden {workload.hidden}, intermediate {workload.intermediate}, {workload.experts} experts over "
@@ -170,7 +179,7 @@ def print_moe(platform: PlatformModel, workload: MoeWorkload, decision: Schedule
         table.add_row(name, f"{wave:.2f}", f"{interleaved:.2f}")
     place = decision.locality
     table.add_row(
-        "weights in flight, MB",
+        "working set, MB",
         f"{place.working_set_wave_bytes / 1e6:.0f}",
         f"{place.working_set_interleaved_bytes / 1e6:.0f}",
     )
@@ -181,6 +190,7 @@ def print_moe(platform: PlatformModel, workload: MoeWorkload, decision: Schedule
             "interleaving suffices (14)": "yes" if decision.interleaving_suffices else "no",
             "lead knee (16)": f"{decision.lead_knee_rows} rows; the busiest rank has {decision.load.rows}",
             "aligned burst": f"{decision.producers} x {decision.burst_bytes / KIB:.1f} KiB drain in {decision.drain_us:.1f} us",
+            "capacity bound (10)": "holds" if decision.capacity_bound_holds else "fails",
             "locality cost": f"{place.cost:.0%} (L2 cache {place.l2_bytes / 1e6:.0f} MB)",
             "predicted": f"{decision.predicted_speedup:.2f}x per tile",
         },
@@ -190,7 +200,7 @@ def print_moe(platform: PlatformModel, workload: MoeWorkload, decision: Schedule
 
 def print_attention(platform: PlatformModel, workload: AttentionWorkload, decision: AttentionDecision) -> None:
     console = _console()
-    console.print(f"[bold]{decision.action}[/bold]: {decision.reason}.")
+    console.print(f"{decision.action}: {decision.reason}.", style="bold")
     burst, peak = decision.burst_bytes / MIB, decision.peak_outstanding_bytes / MIB
     _print_facts(
         console,
@@ -214,7 +224,7 @@ def print_model(platform: PlatformModel, document: dict[str, Any]) -> None:
     console = _console()
     burst, total = document["burst_bytes_per_producer"], document["burst_bytes"]
     console.print(
-        f"[bold]{platform.name}[/bold]: {document['producers']} producers x {burst / KIB:g} KiB = {total / MIB:.2f} MiB, "
+        f"{platform.name}: {document['producers']} producers x {burst / KIB:g} KiB = {total / MIB:.2f} MiB, "
         f"gap {document['gap_us']:g} us"
     )
     _print_facts(
@@ -250,7 +260,7 @@ def print_fit(result: FitReport, out: Path) -> None:
         )
     print_holdout(console, result.holdout)
     _print_notes(console, result.notes)
-    console.print(f"wrote {out}")
+    console.print(f"wrote {out} and the samples beside it, {samples_path(out).name}")
 
 
 def print_calibration(result: Calibration) -> None:
@@ -313,7 +323,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         works = "yes" if package.works else "no"
         table.add_row(package.name, package.version or "-", works, package.purpose, package.reason)
     console.print(table)
-    console.print(f"\n{diagnosis.verdict}", markup=False)
+    console.print(f"\n{diagnosis.verdict}")
 
 
 @contextlib.contextmanager
@@ -351,10 +361,9 @@ def print_holdout(console: Console, rows: Sequence[HoldoutError]) -> None:
 def print_platforms(models: Sequence[PlatformModel]) -> None:
     console = _console()
     table = _table(console, "Bundled platforms; floor and capacity at the largest measured producer count", "name", "store")
-    for name in ("R GB/s", "producers", "floor us at 32 KiB", "capacity MiB", "knee KiB"):
+    for name in ("GB/s", "producers", "us at 32 KiB", "MiB", "knee KiB"):
         table.add_column(name, justify="right")
     table.add_column("source")
-    table.add_column("what", overflow="fold", ratio=1)
     for model in models:
         row = platform_summary(model)
         table.add_row(
@@ -366,9 +375,9 @@ def print_platforms(models: Sequence[PlatformModel]) -> None:
             f"{row['capacity_mib']:.2f}",
             f"{row['knee_kib']:.1f}",
             row["drain_rate_source"],
-            row["description"],
         )
     console.print(table)
+    _print_reasons(console, [(model.name, model.description) for model in models])
 
 
 def print_shapes(shapes: Sequence[ExpertShape]) -> None:
@@ -376,23 +385,21 @@ def print_shapes(shapes: Sequence[ExpertShape]) -> None:
     table = _table(console, "Bundled expert shapes", "model", "name")
     for name in ("hidden", "intermediate", "experts", "topk"):
         table.add_column(name, justify="right")
-    table.add_column("source", overflow="fold", ratio=1)
     for shape in shapes:
-        table.add_row(
-            shape.key,
-            shape.name,
-            str(shape.hidden),
-            str(shape.intermediate),
-            str(shape.experts),
-            str(shape.topk),
-            shape.source,
-        )
+        table.add_row(shape.key, shape.name, str(shape.hidden), str(shape.intermediate), str(shape.experts), str(shape.topk))
     console.print(table)
+    console.print("Sources:")
+    _print_reasons(console, [(shape.key, shape.source) for shape in shapes])
+
+
+class _PlainConsole(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1; a reader that has seen enough is no fault
 
 
 def _console() -> Console:
     """A console on stdout; a pipe gets a fixed width, so that its tables do not depend on where it runs."""
-    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=True, soft_wrap=False)
+    return _PlainConsole(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def _table(console: Console, title: str, *columns: str) -> Table:
@@ -406,9 +413,8 @@ def _table(console: Console, title: str, *columns: str) -> Table:
 
 
 def _print_reasons(console: Console, reasons: Sequence[tuple[str, str]]) -> None:
-    console.print("Why:")
     for name, reason in reasons:
-        console.print(f"  {name}: {reason}", markup=False)
+        console.print(f"  {name}: {reason}")
 
 
 def _print_facts(console: Console, facts: dict[str, str]) -> None:
@@ -421,13 +427,13 @@ def _print_facts(console: Console, facts: dict[str, str]) -> None:
 
 def _print_sources(console: Console, sources: dict[str, str], notes: Sequence[str]) -> None:
     for name, source in sources.items():
-        console.print(f"  {name.replace('_', ' ')}: {source}", style="dim", markup=False)
+        console.print(f"  {name.replace('_', ' ')}: {source}", style="dim")
     _print_notes(console, notes)
 
 
 def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"note: {note}", style="yellow", markup=False)
+        console.print(f"note: {note}", style="yellow")
 
 
 def _distinct(values: Any) -> list[str]:

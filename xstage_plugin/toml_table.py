@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from xstage_plugin.checks import LARGEST, plain_text, shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import read_text
 from xstage_plugin.provenance import Origin, Source
@@ -31,8 +32,10 @@ class Table:
         """Raises InvalidInputError if ``text`` is no TOML."""
         try:
             return cls(tomllib.loads(text), where)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else "too deeply nested"
+        except RecursionError:
+            raise InvalidInputError(f"{where}: not TOML: nested too deeply") from None
+        except ValueError as error:  # its own error type, or a whole number of too many digits
+            reason = str(error).splitlines()[0][:120]
             raise InvalidInputError(f"{where}: not TOML: {reason}") from None
 
     @classmethod
@@ -47,7 +50,7 @@ class Table:
         return list(self._values)
 
     def text(self, key: str, default: str | None = None) -> str:
-        return str(self._get(key, str, "a text", default))
+        return plain_text(str(self._get(key, str, "a text", default)))
 
     def integer(self, key: str) -> int:
         value = self._get(key, int, "a whole number", None)
@@ -97,12 +100,9 @@ class Table:
         return value
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and abs(value) > LARGEST):
             raise self._wrong(key, value, "a number")
         return float(value)
 
     def _wrong(self, key: str, value: Any, expected: str) -> InvalidInputError:
-        shown = repr(value)
-        return InvalidInputError(
-            f"{self.where}: {key!r} is {shown if len(shown) < 60 else shown[:57] + '...'}; expected {expected}"
-        )
+        return InvalidInputError(f"{self.where}: {shown(key)} is {shown(value)}; expected {expected}")

@@ -98,6 +98,18 @@ def test_a_gap_too_short_to_drain_fails_the_rate_bound_and_ends_serial():
     assert decision.sources["qloop"].startswith("given")
 
 
+@given(st.integers(1, 70000), st.integers(1, 64), st.sampled_from([64, 96, 128]), st.integers(1, 64), st.floats(1e-3, 10))
+def test_no_reason_contradicts_its_own_numbers(seq_len, heads, head_dim, ranks, sigma):
+    decision = advise("h200-nvlink-pair-bulk", seq_len, heads, head_dim, ranks, qloop_us_per_kv_tile=sigma)
+    if "is longer than" in decision.reason:
+        assert decision.qloop_gap_us >= decision.recovery_gap_us
+        assert decision.capacity_bound_holds
+    assert ("fails" in decision.reason or "fail," in decision.reason) == (
+        ranks > 1 and not (decision.rate_bound_holds and decision.capacity_bound_holds)
+    )
+    assert decision.burst_bytes <= (seq_len + 127) * heads * head_dim * 2
+
+
 def test_one_rank_has_nothing_to_exchange():
     decision = advise(ranks=1)
     assert (decision.action, decision.residual_us, decision.serial_exchange_us) == ("serial", 0.0, 0.0)

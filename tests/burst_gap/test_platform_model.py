@@ -20,7 +20,9 @@ ROUNDING = 1e-12
 
 
 def platform(rate, curves, capacity, share=None):
-    return PlatformModel("test", "", "st.v4", rate, ORIGIN, IssueFloor(curves, ORIGIN), capacity, 2.0, ORIGIN, DEVICE, share)
+    return PlatformModel(
+        "test", "", "st.v4", rate, ORIGIN, IssueFloor(curves, ORIGIN), capacity, 2.0, ORIGIN, DEVICE, service_share=share
+    )
 
 
 @st.composite

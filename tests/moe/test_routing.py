@@ -11,7 +11,7 @@ from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.routing import balanced_routing, read_routing, skewed_routing
 
 
-@given(st.integers(1, 300), st.integers(1, 300), st.floats(0, 50))
+@given(st.integers(1, 300), st.integers(1, 300), st.floats(0, 1e6))
 def test_shares_sum_to_one_and_no_expert_gets_a_token_twice(experts, topk, skew):
     topk = min(topk, experts)
     shares = np.array(skewed_routing(experts, topk, skew).shares)
@@ -56,7 +56,29 @@ def test_a_batch_of_padding_only_routes_nothing(tmp_path):
     assert (sum(routing.shares), routing.used) == (0.0, 0.0)
 
 
+def test_a_count_that_no_token_could_give_alone_means_empty_slots(tmp_path):
+    routing = read_routing(write(tmp_path / "counts.json", [10, 0, 0, 0]), 4, 2)
+    assert routing.used == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+def test_text_that_could_be_counts_or_ids_is_refused(tmp_path, suffix):
+    for values, experts, topk in (([0, 1, 2, 3], 4, 1), ([[0, 1, 2, 3]], 4, 4)):
+        with pytest.raises(InvalidInputError, match="could be counts or ids"):
+            read_routing(write(tmp_path / f"either{suffix}", values), experts, topk)
+    ids = read_routing(write(tmp_path / f"ids{suffix}", [0, 1, 2, 3, 3]), 4, 1)
+    assert ids.shares == (0.2, 0.2, 0.2, 0.4)
+
+
+def test_in_json_a_list_is_counts_and_a_list_of_lists_is_ids(tmp_path):
+    assert read_routing(write(tmp_path / "counts.json", [0, 1, 2, 5]), 4, 1).shares == (0, 0.125, 0.25, 0.625)
+    assert read_routing(write(tmp_path / "ids.json", [[0], [1], [2], [3]]), 4, 1).shares == (0.25, 0.25, 0.25, 0.25)
+    assert read_routing(write(tmp_path / "one.json", [[0]]), 1, 1).shares == (1.0,)
+
+
 BAD = {
+    "a truth value": ([True, 1, 2, 3], "holds no list of numbers"),
+    "a number beyond all sizes": ([10**40, 1, 2, 3], "number too large|is 1e"),
     "too few counts": ([1, 2, 3], "3 counts; expected one for each of 4"),
     "negative count": ([1, 2, 3, -4], "count of expert 3 is -4"),
     "NaN": ([1.0, 2.0, float("nan"), 4.0], "count of expert 2 is nan"),
@@ -83,6 +105,9 @@ def test_bad_routing_is_refused_with_its_place(tmp_path, case):
 def test_files_that_hold_no_numbers_are_refused(tmp_path):
     (tmp_path / "words.txt").write_text("1 2\nthree 4\n")
     (tmp_path / "broken.npy").write_bytes(b"not numpy")
+    np.savez(tmp_path / "archive.npz", a=np.ones(4))
+    (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
+    (tmp_path / "gaps.csv").write_text("0,,1\n")
     (tmp_path / "broken.json").write_text("[1, 2")
     (tmp_path / "empty.txt").write_text("\n")
     for name, reason in (
@@ -90,6 +115,8 @@ def test_files_that_hold_no_numbers_are_refused(tmp_path):
         ("broken.npy", "not a numpy array"),
         ("broken.json", "not JSON"),
         ("empty.txt", "holds no list"),
+        ("archive.npy", "not a numpy array|holds no list"),
+        ("gaps.csv", "line 1"),
         ("none.npy", "no such file"),
         ("none.txt", "no such file"),
         (".", "is a directory"),

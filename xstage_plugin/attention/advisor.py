@@ -16,7 +16,6 @@ from xstage_plugin.checks import positive
 from xstage_plugin.provenance import Origin, Source
 
 PIGGYBACK, SERIAL = "piggyback", "serial"
-PAPER_PLATFORM, PAPER_QLOOP_US, PAPER_HEAD_DIM = "paper-148sm", 0.79, 128
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,17 @@ def advise_attention(
         InvalidInputError: ``qloop_us_per_kv_tile`` is not finite and above 0.
     """
     sigma, origin = _qloop(platform, workload, qloop_us_per_kv_tile)
-    num_sms, tile_bytes = platform.device.num_sms, workload.tile_bytes
+    num_sms = platform.device.num_sms
+    # With one rank nothing is remote; a sequence shorter than a tile sends what it has.
+    tile_bytes = workload.tile_bytes if workload.ranks > 1 else 0
     producers = min(num_sms, workload.output_tiles)
     gap = sigma * workload.kv_tiles
-    floor = float(platform.issue_floor_us(producers, tile_bytes))
+    floor = float(platform.issue_floor_us(producers, tile_bytes)) if tile_bytes else 0.0
     burst_bytes = float(platform.burst_total_bytes(producers, tile_bytes))
     drain = float(platform.drain_us(burst_bytes))
-    test = platform.design_test(producers, tile_bytes, gap)
-    rate_ok, capacity_ok = bool(test.rate_bound_holds), bool(test.capacity_bound_holds)
+    recovery = float(platform.recovery_gap_us(producers, tile_bytes)) if tile_bytes else 0.0
+    alone = float(platform.isolated_overhead_us(producers, tile_bytes)) if tile_bytes else 0.0
+    rate_ok, capacity_ok = gap >= recovery, alone == 0
     # Tiles of one owner run together, so a wave is sent whole or stays whole: (N - 1)/N of the waves are remote.
     waves = -(-workload.output_tiles // num_sms) * (workload.ranks - 1) / workload.ranks
     # One QK^T step is half of the work of a KV tile.
@@ -91,15 +93,15 @@ def advise_attention(
     residual = waves * critical_path_stall_us(backpressure, qk)
     coupled = waves * completion_coupled_exposure_us(drain, platform.completion_latency_us, qk)
     serial = float(platform.drain_us(workload.remote_bytes))
-    least = min_seq_len(float(platform.recovery_gap_us(num_sms, tile_bytes)), sigma, workload.block_n)
-    action, reason = _decide(workload, gap, drain, residual, waves * floor, serial, rate_ok, capacity_ok)
+    least = min_seq_len(float(platform.recovery_gap_us(num_sms, workload.tile_bytes)), sigma, workload.block_n)
+    action, reason = _decide(workload, gap, recovery, residual, waves * floor, serial, rate_ok, capacity_ok)
     return AttentionDecision(
         action=action,
         min_seq_len=least,
         producers=producers,
         burst_bytes=burst_bytes,
-        peak_outstanding_bytes=float(platform.peak_outstanding_bytes(producers, tile_bytes)),
-        recovery_gap_us=float(platform.recovery_gap_us(producers, tile_bytes)),
+        peak_outstanding_bytes=float(platform.peak_outstanding_bytes(producers, tile_bytes)) if tile_bytes else 0.0,
+        recovery_gap_us=recovery,
         qloop_gap_us=gap,
         rate_bound_holds=rate_ok,
         capacity_bound_holds=capacity_ok,
@@ -115,26 +117,29 @@ def advise_attention(
             "completion_latency": str(platform.completion_latency_origin),
             "qloop": str(origin),
         },
-        notes=platform.outside(producers, tile_bytes) + _store_note(platform),
+        notes=(platform.outside(producers, tile_bytes) if tile_bytes else ()) + _platform_notes(platform, workload.ranks),
     )
 
 
-def _store_note(platform: PlatformModel) -> tuple[str, ...]:
-    if platform.store == "bulk" or platform.name == PAPER_PLATFORM:
-        return ()
-    return ("FlashAttention stores its tiles in bulk; this platform was measured with 16-byte stores",)
+def _platform_notes(platform: PlatformModel, ranks: int) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if platform.store != "bulk" and platform.published is None:
+        notes += ("FlashAttention stores its tiles in bulk; this platform was measured with 16-byte stores",)
+    if ranks > platform.num_gpus:
+        notes += (f"the platform was measured on {platform.num_gpus} GPUs; {ranks} ranks store to more peers",)
+    return notes
 
 
 def _qloop(platform: PlatformModel, workload: AttentionWorkload, given: float | None) -> tuple[float, Origin]:
     """sigma in microseconds per KV tile of one output tile, and its source."""
     if given is not None:
         return positive("qloop_us_per_kv_tile", given), Origin(Source.GIVEN, f"{given:g} us per KV tile")
-    tile_is_the_papers = (workload.block_m, workload.block_n) == (128, 128)
-    if platform.name == PAPER_PLATFORM and tile_is_the_papers:
-        sigma = PAPER_QLOOP_US * workload.head_dim / PAPER_HEAD_DIM
-        scaled = "" if workload.head_dim == PAPER_HEAD_DIM else f", scaled to head dimension {workload.head_dim}"
-        source = Source.ESTIMATED if scaled else Source.PAPER
-        return sigma, Origin(source, f"0.79 us per KV tile, section 4.3{scaled}")
+    published = platform.published
+    if published is not None and (workload.block_m, workload.block_n) == (128, 128):
+        sigma = published.qloop_us_per_kv_tile * workload.head_dim / published.qloop_head_dim
+        scaled = "" if workload.head_dim == published.qloop_head_dim else f", scaled to head dimension {workload.head_dim}"
+        source = Source.ESTIMATED if scaled else published.origin.source
+        return sigma, Origin(source, f"{published.qloop_us_per_kv_tile:g} us per KV tile, {published.origin.note}{scaled}")
     operations = 4.0 * workload.block_m * workload.block_n * workload.head_dim
     device = platform.device
     sigma = operations / device.attention_flops_per_us_and_sm()
@@ -148,7 +153,7 @@ def _qloop(platform: PlatformModel, workload: AttentionWorkload, given: float | 
 def _decide(
     workload: AttentionWorkload,
     gap: float,
-    drain: float,
+    recovery: float,
     residual: float,
     issue: float,
     serial: float,
@@ -159,8 +164,8 @@ def _decide(
         return SERIAL, "one rank: there is nothing to exchange"
     if rate_ok and capacity_ok:
         return PIGGYBACK, (
-            f"a Q-loop of {gap:.1f} us covers the {drain:.1f} us that an aligned burst drains, and the burst fits the "
-            "outstanding capacity: both bounds hold"
+            f"a Q-loop of {gap:.1f} us is longer than the {recovery:.1f} us in which an aligned burst recovers, and the burst "
+            "fits the outstanding capacity: both bounds hold"
         )
     broken = " and ".join(name for name, ok in (("the rate bound", rate_ok), ("the capacity bound", capacity_ok)) if not ok)
     fails = f"{broken} fail" if " and " in broken else f"{broken} fails"

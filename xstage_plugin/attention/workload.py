@@ -36,8 +36,8 @@ class AttentionWorkload:
 
     @property
     def tile_bytes(self) -> int:
-        """B_t = b_m d s_out, one output tile."""
-        return self.block_m * self.head_dim * self.output_bytes
+        """B_t = b_m d s_out, one output tile (all of a sequence that is shorter)."""
+        return min(self.block_m, self.seq_len) * self.head_dim * self.output_bytes
 
     @property
     def kv_tiles(self) -> int:

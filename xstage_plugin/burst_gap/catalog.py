@@ -26,8 +26,8 @@ def platform_path(name_or_file: str) -> Path:
     Raises:
         InvalidInputError: neither; near names are suggested.
     """
-    if name_or_file in bundled_platforms():
-        return bundled_folder("platforms") / f"{name_or_file}.toml"
+    if name_or_file.lower() in bundled_platforms():
+        return bundled_folder("platforms") / f"{name_or_file.lower()}.toml"
     if looks_like_file(name_or_file):
         return Path(name_or_file)
     raise unknown_name("platform", name_or_file, bundled_platforms())
@@ -68,7 +68,7 @@ class BundledDevice:
 
 def bundled_devices() -> tuple[BundledDevice, ...]:
     """Every GPU whose figures come with the package."""
-    table = Table.read(bundled_folder("burst_gap") / "devices.toml", "list of devices")
+    table = Table.read(bundled_folder("burst_gap") / "devices.toml", "a list of devices")
     return tuple(
         BundledDevice(key, table.table(key).text("match"), parse_device(table.table(key)))
         for key in table.keys()  # noqa: SIM118

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xstage_plugin.checks import fraction, positive, positive_int
+from xstage_plugin.checks import fraction, positive, positive_int, shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.provenance import Origin
 
@@ -38,7 +38,7 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
-            raise InvalidInputError(f"arch is {self.arch!r}; expected one of {', '.join(ARCHITECTURES)}")
+            raise InvalidInputError(f"arch is {shown(self.arch)}; expected one of {', '.join(ARCHITECTURES)}")
         positive_int("num_sms", self.num_sms)
         for name in ("l2_mib", "fp8_tflops", "bf16_tflops"):
             positive(name, getattr(self, name))

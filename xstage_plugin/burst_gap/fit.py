@@ -32,6 +32,13 @@ LEAST_RECOVERY, LARGEST_LOCAL_SHARE = 0.25, 0.5
 # Samples of one drain rate may scatter this much around V/R (median); more means that they contradict each other.
 LARGEST_SCATTER = 0.15
 REPEAT_TOLERANCE = 0.25
+# Period over issue plus gap, median of a list.
+PERIOD_RATIO = (0.7, 1.4)
+LARGEST_HOLDOUT_ERROR = 0.25
+# No link between GPUs lies outside these rates; a value that does is in other units.
+PLAUSIBLE_GBPS = (1.0, 20_000.0)
+# Capacities of one producer count that scatter more are worth a word.
+WIDE_SPREAD = 0.15
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ def fit_platform(
     description: str,
     store: str,
     device: DeviceSpec,
+    num_gpus: int = 2,
     completion_latency_us: float,
     completion_latency_origin: Origin,
     provenance: dict[str, str],
@@ -93,7 +101,7 @@ def fit_platform(
             gap as the remote stores do; the message says which.
     """
     _refuse_contradictions(samples)
-    _refuse_local_recovery(samples.gap_sweep)
+    doubts = _refuse_local_recovery(samples.gap_sweep)
     drain = fit_drain_rate(samples.zero_gap, samples.launch_in_period)
     floor = fit_issue_floor(samples.isolated)
     capacity = fit_capacity(samples.isolated, drain.gbps)
@@ -115,14 +123,17 @@ def fit_platform(
         completion_latency_us=completion_latency_us,
         completion_latency_origin=completion_latency_origin,
         device=device,
+        num_gpus=num_gpus,
         provenance=provenance,
     )
-    slow = [count for count in drain.rate_by_producers if count not in drain.used_producers]
-    notes = [
-        f"{count} producers reach {drain.rate_by_producers[count]:.0f} GB/s and take no part in the drain rate"
-        for count in slow
-    ]
-    return FitReport(model, drain, capacity, holdout_errors(model, samples.gap_sweep), tuple(notes))
+    holdout = holdout_errors(model, samples.gap_sweep)
+    if holdout[-1].period_median > LARGEST_HOLDOUT_ERROR:
+        raise FitRefusedError(
+            f"the model misses the periods of its held-out gap sweep by {holdout[-1].period_median:.0%} (median); expected at "
+            f"most {LARGEST_HOLDOUT_ERROR:.0%}: zero_gap, isolated and gap_sweep contradict each other"
+        )
+    notes = (*doubts, *_warnings(samples, device, drain, capacity))
+    return FitReport(model, drain, capacity, holdout, notes)
 
 
 def fit_drain_rate(samples: Sequence[ZeroGapSample], launch_in_period: bool) -> DrainFit:
@@ -150,6 +161,12 @@ def fit_drain_rate(samples: Sequence[ZeroGapSample], launch_in_period: bool) -> 
             "expected 3 or more"
         )
     gbps, launch_us = _robust_line(chosen, launch_in_period)
+    if not PLAUSIBLE_GBPS[0] <= gbps <= PLAUSIBLE_GBPS[1]:
+        low, high = PLAUSIBLE_GBPS
+        raise FitRefusedError(
+            f"drain rate: the samples give {gbps:.3g} GB/s; expected {low:g} to {high:g}: check the units, times are "
+            "microseconds and bursts KiB per producer"
+        )
     predicted = np.array([sample.burst_total_bytes for sample in chosen]) / (gbps * BYTES_PER_US_AT_1_GBPS) + launch_us
     residual = np.abs(predicted / np.array([sample.aggregate_period_us for sample in chosen]) - 1)
     if np.median(residual) > LARGEST_SCATTER:
@@ -273,13 +290,22 @@ def _not_falling(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _refuse_contradictions(samples: BurstGapSamples) -> None:
-    periods = [(f"zero_gap[{i}]", s.period_us_median, s.issue_us_median) for i, s in enumerate(samples.zero_gap)]
-    periods += [(f"gap_sweep[{i}]", s.period_us_median, s.issue_us_median + s.gap_us) for i, s in enumerate(samples.gap_sweep)]
-    for where, period, least in periods:
-        # Both are medians over producers, each taken on its own: allow their difference some play.
-        if period < 0.8 * least:
+    """Samples must agree with themselves: a period is issue plus gap, and the same point measures the same time."""
+    zero = [(s.period_us_median, s.issue_us_median) for s in samples.zero_gap]
+    shortest = {key: min(group, key=lambda s: s.gap_us) for key, group in _sweeps(samples.gap_sweep).items()}
+    sweep = [(s.period_us_median, s.issue_us_median + s.gap_us) for s in shortest.values()]
+    for name, pairs in (("zero_gap", zero), ("gap_sweep", sweep)):
+        # Medians over producers, each taken on its own, differ row by row; over a whole list they must not.
+        ratio = float(np.median([period / least for period, least in pairs]))
+        if not PERIOD_RATIO[0] <= ratio <= PERIOD_RATIO[1]:
             raise FitRefusedError(
-                f"{where}: period {period:g} us is shorter than issue plus gap, {least:g} us; a period contains both"
+                f"{name}: periods are {ratio:.2g} times issue plus gap (median); expected {PERIOD_RATIO[0]:g} to "
+                f"{PERIOD_RATIO[1]:g}: a period is both together, check the units and columns"
+            )
+    for index, gap in enumerate(samples.gap_sweep):
+        if gap.period_us_median < 0.8 * gap.gap_us:
+            raise FitRefusedError(
+                f"gap_sweep[{index}]: period {gap.period_us_median:g} us is shorter than its gap, {gap.gap_us:g} us"
             )
     points: list[tuple[str, int, tuple[float, ...], float]] = []
     for i, s in enumerate(samples.zero_gap):
@@ -296,35 +322,79 @@ def _refuse_contradictions(samples: BurstGapSamples) -> None:
                 f"{where} and {name}[{index}] measure the same point as {first:g} us and {value:g} us; "
                 f"expected repeats within {REPEAT_TOLERANCE:.0%}"
             )
+    by_point = {(s.num_producers, s.burst_kib): s.period_us_median for s in samples.zero_gap}
+    # A shortest gap that is a small part of the period leaves the point drain-limited, as the zero-gap sample is.
+    shared = [
+        s.period_us_median / by_point[key]
+        for key, s in shortest.items()
+        if key in by_point and s.gap_us < 0.1 * s.period_us_median
+    ]
+    if shared and abs(float(np.median(shared)) - 1) > REPEAT_TOLERANCE:
+        raise FitRefusedError(
+            f"gap_sweep starts at {float(np.median(shared)):.2g} times the period that zero_gap has for the same bursts "
+            f"(median); expected the same within {REPEAT_TOLERANCE:.0%}: the two lists contradict each other"
+        )
 
 
-def _refuse_local_recovery(gap_sweep: Sequence[GapSample]) -> None:
-    """The effect must be the remote path's: issue time falls over the gap there, and not in local memory."""
-    groups: dict[tuple[int, float], list[GapSample]] = {}
-    for sample in gap_sweep:
-        groups.setdefault((sample.num_producers, sample.burst_kib), []).append(sample)
-    sweeps = [sorted(group, key=lambda sample: sample.gap_us) for group in groups.values() if len(group) >= 3]
+def _refuse_local_recovery(gap_sweep: Sequence[GapSample]) -> list[str]:
+    """The effect must be the remote path's: issue time falls over the gap there, and not in local memory.
+
+    Returns a note for each single sweep whose local control falls too; most of them doing so refuses the samples.
+    """
+    sweeps = [sorted(group, key=lambda sample: sample.gap_us) for group in _sweeps(gap_sweep).values() if len(group) >= 3]
     if not sweeps:
         raise FitRefusedError("gap sweep: no (producers, burst) has three gaps; expected 3 or more to hold the fit against")
     remote = [_fall([sample.issue_us_median for sample in sweep]) for sweep in sweeps]
-    local = [_fall([sample.local_issue_us_median for sample in sweep]) for sweep in sweeps]
-    strongest = int(np.argmax(remote))
-    if remote[strongest] < LEAST_RECOVERY:
+    if max(remote) < LEAST_RECOVERY:
         raise FitRefusedError(
             f"gap sweep: remote issue time falls by {max(remote):.0%} at most as the gap grows; expected at least "
             f"{LEAST_RECOVERY:.0%}: the path was never saturated, measure more producers or larger bursts"
         )
-    if local[strongest] > LARGEST_LOCAL_SHARE * remote[strongest]:
+    recovering = [(sweep, fall) for sweep, fall in zip(sweeps, remote, strict=True) if fall >= LEAST_RECOVERY]
+    suspect = [
+        (sweep[0], local, fall)
+        for sweep, fall in recovering
+        if (local := _fall([sample.local_issue_us_median for sample in sweep])) > LARGEST_LOCAL_SHARE * fall
+    ]
+    if 2 * len(suspect) >= len(recovering):
         raise FitRefusedError(
-            f"gap sweep: the local control recovers with the gap as the remote stores do ({local[strongest]:.0%} against "
-            f"{remote[strongest]:.0%}); what was measured is not the remote path"
+            f"gap sweep: in {len(suspect)} of {len(recovering)} sweeps the local control recovers with the gap as the remote "
+            f"stores do ({suspect[0][1]:.0%} against {suspect[0][2]:.0%}); what was measured is not the remote path"
         )
+    return [
+        f"the local control of the {first.num_producers} x {first.burst_kib:g} KiB sweep falls by {local:.0%} with the gap"
+        for first, local, _ in suspect
+    ]
+
+
+def _sweeps(gap_sweep: Sequence[GapSample]) -> dict[tuple[int, float], list[GapSample]]:
+    groups: dict[tuple[int, float], list[GapSample]] = {}
+    for sample in gap_sweep:
+        groups.setdefault((sample.num_producers, sample.burst_kib), []).append(sample)
+    return groups
 
 
 def _fall(values: Sequence[float]) -> float:
-    """Relative fall from the first gap to the plateau (the median of the last third)."""
-    plateau = float(np.median(values[-max(1, len(values) // 3) :]))
-    return max(0.0, 1 - plateau / values[0])
+    """Relative fall from the first third of the gaps to the last (medians)."""
+    third = max(1, len(values) // 3)
+    return max(0.0, 1 - float(np.median(values[-third:]) / np.median(values[:third])))
+
+
+def _warnings(samples: BurstGapSamples, device: DeviceSpec, drain: DrainFit, capacity: Sequence[CapacityFit]) -> list[str]:
+    slow = [count for count in drain.rate_by_producers if count not in drain.used_producers]
+    notes = [
+        f"{count} producers reach {drain.rate_by_producers[count]:.0f} GB/s and take no part in the drain rate"
+        for count in slow
+    ]
+    most = max(sample.num_producers for sample in samples.zero_gap)
+    if most < device.num_sms:
+        notes.append(f"at most {most} producers were measured; the GPU has {device.num_sms} SMs")
+    notes += [
+        f"capacity at {entry.num_producers} producers scatters by {entry.spread:.0%} over its bursts"
+        for entry in capacity
+        if entry.spread > WIDE_SPREAD
+    ]
+    return notes
 
 
 def _listed(counts: Sequence[int]) -> str:

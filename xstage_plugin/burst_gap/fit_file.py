@@ -8,11 +8,11 @@ from typing import Any
 from xstage_plugin.burst_gap.catalog import bundled_devices, find_device, samples_path
 from xstage_plugin.burst_gap.device import DeviceSpec
 from xstage_plugin.burst_gap.fit import FitReport, fit_platform
-from xstage_plugin.burst_gap.platform_file import write_platform
+from xstage_plugin.burst_gap.platform_file import platform_text
 from xstage_plugin.burst_gap.samples import BurstGapSamples, parse_samples, read_samples
-from xstage_plugin.checks import unknown_name
+from xstage_plugin.checks import plain_text, shown, unknown_name
 from xstage_plugin.errors import InvalidInputError
-from xstage_plugin.files import read_text, write_atomically
+from xstage_plugin.files import read_text, write_together
 from xstage_plugin.provenance import Origin, Source
 
 # Meta keys that a platform file carries on as its provenance.
@@ -44,8 +44,10 @@ def fit_samples_file(
     if out.suffix != ".toml":
         raise InvalidInputError(f"{out}: a platform file ends in .toml; give such a name")
     samples = read_samples(samples_file)
+    if _exists(out) and samples_file.samefile(out):
+        raise InvalidInputError(f"{out}: is the samples file itself; give another --out")
     report = fit_samples(samples, out, device=_device(device, samples), store=store, description=description)
-    write_fit(report, read_text(samples_file, "samples file (JSON)").encode(), out)
+    write_fit(report, read_text(samples_file, "a samples file (JSON)").encode(), out)
     return report
 
 
@@ -64,27 +66,38 @@ def fit_samples(
     samples: BurstGapSamples, out: Path, *, device: DeviceSpec, store: str | None, description: str | None
 ) -> FitReport:
     """Fit ``samples`` with what their meta says of them. Raises FitRefusedError: they determine no model."""
+    num_gpus = samples.meta.get("num_gpus", 2)
     return fit_platform(
         samples,
         name=out.stem,
-        description=description or str(samples.meta.get("what", f"fitted to {out.stem}")),
+        description=plain_text(description or str(samples.meta.get("what", f"fitted to {out.stem}"))),
         store=store or str(samples.meta.get("store", "st.v4")),
         device=device,
+        num_gpus=num_gpus if isinstance(num_gpus, int) and not isinstance(num_gpus, bool) and num_gpus > 0 else 2,
         completion_latency_us=ASSUMED_LATENCY[0],
         completion_latency_origin=ASSUMED_LATENCY[1],
-        provenance={key: str(samples.meta[key]) for key in PROVENANCE_KEYS if key in samples.meta}
+        provenance={key: plain_text(str(samples.meta[key])) for key in PROVENANCE_KEYS if key in samples.meta}
         | {"samples": samples_path(out).name},
     )
 
 
 def write_fit(report: FitReport, samples: bytes, out: Path) -> None:
-    """Write the samples beside ``out``, then the model to ``out``: a model never stands without its samples.
+    """Write the model to ``out`` and its samples beside it: both or neither.
 
     Raises:
-        InvalidInputError: one of the two cannot be written.
+        InvalidInputError: one of the two cannot be written, or other samples, of no model, stand in their place.
     """
-    write_atomically(samples_path(out), samples)
-    write_platform(report.model, out)
+    beside = samples_path(out)
+    if _exists(beside) and not _exists(out) and beside.read_bytes() != samples:
+        raise InvalidInputError(f"{beside}: holds other samples and no model beside them; move them or choose another --out")
+    write_together([(beside, samples), (out, platform_text(report.model).encode())])
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have; writing says so
+        return False
 
 
 def _device(name: str | None, samples: BurstGapSamples) -> DeviceSpec:
@@ -97,6 +110,6 @@ def _device(name: str | None, samples: BurstGapSamples) -> DeviceSpec:
     gpu = str(samples.meta.get("gpu", ""))
     found = find_device(gpu)
     if found is None:
-        named = f"the samples name GPU {gpu!r}, which is not known" if gpu else "the samples name no GPU"
+        named = f"the samples name GPU {shown(gpu)}, which is not known" if gpu else "the samples name no GPU"
         raise InvalidInputError(f"{named}; give --device with one of {', '.join(known)}")
     return found.spec

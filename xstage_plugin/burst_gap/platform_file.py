@@ -10,7 +10,8 @@ import tomli_w
 
 from xstage_plugin.burst_gap.curves import Capacity, FloorCurve, IssueFloor, ServiceShare
 from xstage_plugin.burst_gap.device import DeviceSpec
-from xstage_plugin.burst_gap.platform_model import PlatformModel
+from xstage_plugin.burst_gap.platform_model import PlatformModel, PublishedTimes
+from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import write_atomically
 from xstage_plugin.provenance import Origin
@@ -29,7 +30,7 @@ def parse_platform(table: Table, name: str) -> PlatformModel:
         raise InvalidInputError(f"{table.where}: not a platform file: it has no schema; expected schema = {SCHEMA!r}")
     schema = table.text("schema")
     if schema != SCHEMA:
-        raise InvalidInputError(f"{table.where}: schema is {schema!r}; this version reads {SCHEMA!r}")
+        raise InvalidInputError(f"{table.where}: schema is {shown(schema)}; this version reads {SCHEMA!r}")
     drain, latency = table.table("drain_rate"), table.table("completion_latency")
     provenance = table.table("provenance") if "provenance" in table else Table({}, table.where)
     return table.build(
@@ -45,6 +46,8 @@ def parse_platform(table: Table, name: str) -> PlatformModel:
             completion_latency_us=latency.number("us"),
             completion_latency_origin=latency.origin(),
             device=parse_device(table.table("device")),
+            num_gpus=table.integer("num_gpus"),
+            published=_published(table.table("published")) if "published" in table else None,
             provenance={key: provenance.text(key) for key in provenance.keys()},  # noqa: SIM118
         )
     )
@@ -56,7 +59,7 @@ def read_platform(path: Path) -> PlatformModel:
     Raises:
         InvalidInputError: as :func:`parse_platform`, or the file cannot be read.
     """
-    return parse_platform(Table.read(path, "platform file (TOML)"), path.stem)
+    return parse_platform(Table.read(path, "a platform file (TOML)"), path.stem)
 
 
 def write_platform(model: PlatformModel, path: Path) -> None:
@@ -65,7 +68,12 @@ def write_platform(model: PlatformModel, path: Path) -> None:
     Raises:
         InvalidInputError: ``path`` cannot be written.
     """
-    write_atomically(path, tomli_w.dumps(platform_document(model)).encode())
+    write_atomically(path, platform_text(model).encode())
+
+
+def platform_text(model: PlatformModel) -> str:
+    """The TOML text of ``model``."""
+    return tomli_w.dumps(platform_document(model))
 
 
 def platform_document(model: PlatformModel) -> dict[str, Any]:
@@ -74,6 +82,7 @@ def platform_document(model: PlatformModel) -> dict[str, Any]:
         "schema": SCHEMA,
         "description": model.description,
         "store": model.store,
+        "num_gpus": model.num_gpus,
         "drain_rate": {"gbps": model.drain_rate_gbps, **_origin(model.drain_rate_origin)},
         "issue_floor": {
             **_origin(model.issue_floor.origin),
@@ -98,6 +107,13 @@ def platform_document(model: PlatformModel) -> dict[str, Any]:
             **_origin(model.service_share.origin),
             "producers": list(model.service_share.producers),
             "median_over_aggregate": list(model.service_share.median_over_aggregate),
+        }
+    if model.published is not None:
+        document["published"] = {
+            **_origin(model.published.origin),
+            "moe_table": model.published.moe_table,
+            "qloop_us_per_kv_tile": model.published.qloop_us_per_kv_tile,
+            "qloop_head_dim": model.published.qloop_head_dim,
         }
     device = model.device
     document["device"] = {
@@ -134,6 +150,14 @@ def _capacity(table: Table) -> Capacity:
 
 def _service_share(table: Table) -> ServiceShare:
     return table.build(lambda: ServiceShare(_counts(table), table.numbers("median_over_aggregate"), table.origin()))
+
+
+def _published(table: Table) -> PublishedTimes:
+    return table.build(
+        lambda: PublishedTimes(
+            table.text("moe_table"), table.number("qloop_us_per_kv_tile"), table.integer("qloop_head_dim"), table.origin()
+        )
+    )
 
 
 def _counts(table: Table) -> tuple[int, ...]:

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from xstage_plugin.burst_gap.curves import Array, Capacity, IssueFloor, ServiceShare
 from xstage_plugin.burst_gap.device import DeviceSpec
 from xstage_plugin.burst_gap.units import BYTES_PER_US_AT_1_GBPS, MIB
-from xstage_plugin.checks import positive
+from xstage_plugin.checks import positive, positive_int, shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.provenance import Origin
 
 STORES = ("st.v4", "bulk")
+MOE_TABLES = ("paper_table2",)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,28 @@ class DesignTest:
 
 
 @dataclass(frozen=True)
+class PublishedTimes:
+    """Compute times published for a platform, in place of estimates.
+
+    Attributes:
+        moe_table: bundled table of MegaMoE tile times, keyed by bundled expert shape.
+        qloop_us_per_kv_tile: sigma of equation 20, for 128 x 128 tiles of ``qloop_head_dim``.
+        origin: where they were published.
+    """
+
+    moe_table: str
+    qloop_us_per_kv_tile: float
+    qloop_head_dim: int
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        if self.moe_table not in MOE_TABLES:
+            raise InvalidInputError(f"moe_table is {shown(self.moe_table)}; expected one of {', '.join(MOE_TABLES)}")
+        positive("qloop_us_per_kv_tile", self.qloop_us_per_kv_tile)
+        positive_int("qloop_head_dim", self.qloop_head_dim)
+
+
+@dataclass(frozen=True)
 class PlatformModel:
     """M_X = (T_iss^0, R, Q) of section 3.6, with the source of each number.
 
@@ -52,6 +75,8 @@ class PlatformModel:
         drain_rate_origin: where R comes from.
         issue_floor: T_iss^0(K, B).
         capacity: Q(K).
+        num_gpus: GPUs that took part in the measurement.
+        published: compute times published for this platform, if any.
         service_share: unequal service under saturation, where it was measured.
         completion_latency_us: T_lat of equation 17, from the last store's issue to its visibility at the peer.
         completion_latency_origin: where T_lat comes from.
@@ -69,18 +94,21 @@ class PlatformModel:
     completion_latency_us: float
     completion_latency_origin: Origin
     device: DeviceSpec
+    num_gpus: int = 2
+    published: PublishedTimes | None = None
     service_share: ServiceShare | None = None
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive("drain rate in GB/s", self.drain_rate_gbps)
         positive("completion latency in us", self.completion_latency_us)
+        positive_int("num_gpus", self.num_gpus)
         if self.store not in STORES:
-            raise InvalidInputError(f"store is {self.store!r}; expected one of {', '.join(STORES)}")
+            raise InvalidInputError(f"store is {shown(self.store)}; expected one of {', '.join(STORES)}")
 
     def burst_total_bytes(self, producers: Any, burst_bytes: Any) -> Array:
         """V = K * B, bytes."""
-        return np.asarray(np.multiply(producers, burst_bytes), dtype=float)
+        return np.asarray(np.multiply(producers, burst_bytes, dtype=float))
 
     def drain_us(self, total_bytes: Any) -> Array:
         """V / R: microseconds the path needs for ``total_bytes``."""

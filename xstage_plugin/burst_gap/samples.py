@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xstage_plugin.burst_gap.units import KIB
+from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import read_json
 
@@ -93,7 +94,7 @@ def read_samples(path: Path) -> BurstGapSamples:
         InvalidInputError: not readable, not JSON, a list or key missing or empty, or a number that is not finite and
             positive; the message names the row.
     """
-    return parse_samples(read_json(path, "samples file (JSON)"), str(path))
+    return parse_samples(read_json(path, "a samples file (JSON)"), str(path))
 
 
 def parse_samples(document: Any, where: str) -> BurstGapSamples:
@@ -158,16 +159,16 @@ class _Row:
         value = self.values[key]
         expected = "a finite number of at least 0" if zero_allowed else "a finite number above 0"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidInputError(f"{self.where}: {key} is {value!r}; expected {expected}")
+            raise InvalidInputError(f"{self.where}: {key} is {shown(value)}; expected {expected}")
         # The upper bound keeps whole numbers of any length out of float's way.
         if not (abs(value) < 1e12 and math.isfinite(value)) or value < 0 or (value == 0 and not zero_allowed):
-            raise InvalidInputError(f"{self.where}: {key} is {value!r:.40}; expected {expected}")
+            raise InvalidInputError(f"{self.where}: {key} is {shown(value)}; expected {expected}")
         return float(value)
 
     def count(self, key: str) -> int:
         value = self.number(key)
         if value != int(value):
-            raise InvalidInputError(f"{self.where}: {key} is {value!r}; expected a whole number")
+            raise InvalidInputError(f"{self.where}: {key} is {shown(value)}; expected a whole number")
         return int(value)
 
 
@@ -179,5 +180,5 @@ def _rows(document: dict[str, Any], name: str, where: str) -> list[_Row]:
         raise InvalidInputError(f"{where}: {name} holds no samples; expected a list of rows")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise InvalidInputError(f"{where}: {name}[{index}] is {row!r:.40}; expected an object")
+            raise InvalidInputError(f"{where}: {name}[{index}] is {shown(row)}; expected an object")
     return [_Row(row, f"{where}: {name}[{index}]") for index, row in enumerate(rows)]

@@ -38,9 +38,11 @@ class ScheduleDecision:
         gap_wave_us, gap_interleaved_us: natural gaps (12).
         overhead_wave_us, overhead_interleaved_us: backpressure (4, 13).
         interleaving_suffices: equation 14.
+        capacity_bound_holds: second bound of equation 10, for bursts of all producers that end together.
         span_wave_us, span_interleaved_us: predicted store span of a tile.
         stall_wave_us, stall_interleaved_us: part of it that reaches the tensor cores (15).
-        predicted_speedup: tile time under wave over tile time under interleaved, locality cost included.
+        predicted_speedup: tile time under wave over tile time under interleaved, whatever is picked: with the locality cost,
+            and with the rows of the lead as a tail that is not interleaved.
         locality: weight working sets against the L2 cache.
         load: work of the busiest rank.
         tile, times: tile shape and mainloop times used.
@@ -60,6 +62,7 @@ class ScheduleDecision:
     overhead_wave_us: float
     overhead_interleaved_us: float
     interleaving_suffices: bool
+    capacity_bound_holds: bool
     span_wave_us: float
     span_interleaved_us: float
     stall_wave_us: float
@@ -105,7 +108,9 @@ def advise_moe(
     producers = max(1, min(device.num_sms, load.rows * tile.l2_tiles_per_row(workload.hidden)))
     burst_bytes = tile.combine_tile_bytes * workload.remote_fraction * load.row_fill
     drain = floor = overhead_wave = 0.0
+    capacity_ok = True
     if burst_bytes > 0:
+        capacity_ok = bool(platform.design_test(producers, burst_bytes, 0.0).capacity_bound_holds)
         drain = float(platform.drain_us(producers * burst_bytes))
         floor = float(platform.issue_floor_us(producers, burst_bytes))
         overhead_wave = float(platform.overhead_us(producers, burst_bytes, gap_wave_us(times.l2_mma_us)))
@@ -114,8 +119,12 @@ def advise_moe(
     stall_wave, stall_int = _stalls(tile, times, span_wave, span_int, ratio)
     place = locality(workload, tile, load, device, knee, weight_bits)
     compute = ratio * times.l1_mma_us + times.l2_mma_us
-    speedup = (compute + stall_wave) / ((compute + stall_int) * (1 + place.cost))
-    schedule, reason = _decide(workload, load, knee, times, ratio, drain, stall_wave, stall_int, speedup, place)
+    # The last rows of Linear-2, as many as the lead, have no Linear-1 left to go between them.
+    tail = min(1.0, knee / load.rows) if load.rows else 1.0
+    mixed = (1 - tail) * stall_int + tail * stall_wave
+    speedup = (compute + stall_wave) / ((compute + mixed) * (1 + place.cost))
+    case = _Case(workload, load, knee, times, ratio, drain, floor, overhead_int, stall_wave, stall_int, speedup, place, compute)
+    schedule, reason = _decide(case)
     return ScheduleDecision(
         schedule=schedule,
         lead_rows=knee if schedule == INTERLEAVED else None,
@@ -128,6 +137,7 @@ def advise_moe(
         overhead_wave_us=overhead_wave,
         overhead_interleaved_us=overhead_int,
         interleaving_suffices=interleaving_suffices(drain, floor, times.l2_mma_us, times.l1_mma_us, ratio),
+        capacity_bound_holds=capacity_ok,
         span_wave_us=span_wave,
         span_interleaved_us=span_int,
         stall_wave_us=stall_wave,
@@ -147,7 +157,7 @@ def advise_moe(
             "routing": workload.routing.label,
             "locality_cost": "estimated: the worst seen, 0.94x in the paper and 0.95x on two H200s",
         },
-        notes=_notes(platform, workload, tile, producers, burst_bytes),
+        notes=_notes(platform, workload, tile, producers, burst_bytes, capacity_ok),
     )
 
 
@@ -184,55 +194,93 @@ def _stalls(tile: TileConfig, times: TileTimes, span_wave: float, span_int: floa
     return stall_us(span_wave, times.l2_mma_us), interleaved
 
 
-def _decide(
-    workload: MoeWorkload,
-    load: RankLoad,
-    knee: int,
-    times: TileTimes,
-    ratio: float,
-    drain: float,
-    stall_wave: float,
-    stall_int: float,
-    speedup: float,
-    place: Locality,
-) -> tuple[str, str]:
-    """The schedule and its reason in one sentence."""
-    saved = stall_wave - stall_int
-    if workload.ranks == 1:
+@dataclass(frozen=True)
+class _Case:
+    """What the choice rests on; times in microseconds per Linear-2 tile."""
+
+    workload: MoeWorkload
+    load: RankLoad
+    knee: int
+    times: TileTimes
+    ratio: float
+    drain: float
+    floor: float
+    overhead_int: float
+    stall_wave: float
+    stall_int: float
+    speedup: float
+    place: Locality
+    compute: float
+
+
+def _decide(case: _Case) -> tuple[str, str]:
+    """The schedule and its reason in one sentence, each sentence under the condition that it states."""
+    saved = case.stall_wave - case.stall_int
+    l1_us, l2_us = case.ratio * case.times.l1_mma_us, case.times.l2_mma_us
+    if case.workload.ranks == 1:
         return WAVE, "one rank: no Combine store leaves the GPU"
-    if not load.rows:
+    if not case.load.rows:
         return WAVE, "no token is routed: there is nothing to order"
-    if load.rows <= knee:
-        return (
-            WAVE,
-            f"the busiest rank has {load.rows} rows, too few for a lead of {knee}: Linear-2 would only be a tail",
-        )
-    if saved < LEAST_GAIN * (ratio * times.l1_mma_us + times.l2_mma_us):
+    if case.load.rows <= case.knee:
         return WAVE, (
-            f"the Linear-2 mainloop of {times.l2_mma_us:.1f} us already covers the drain of a burst ({drain:.1f} us): "
-            f"interleaving would save {saved:.2f} us a tile"
+            f"the busiest rank has {case.load.rows} rows, too few for a lead of {case.knee}: Linear-2 would only be a tail"
         )
-    if speedup < 1 + LEAST_GAIN:
+    if case.drain <= case.floor + case.times.staging_us:
         return WAVE, (
-            f"interleaving would save {saved:.1f} us of stall a tile, but {place.working_set_interleaved_bytes / 1e6:.0f} MB "
-            f"of weights in flight exceed the L2 cache of {place.l2_bytes / 1e6:.0f} MB"
+            f"a burst drains in {case.drain:.2f} us, no longer than its own issue takes: there is no backpressure to remove"
         )
-    cost = ", locality cost included" if place.cost else ""
+    if saved <= 0:
+        if case.drain <= case.floor + l2_us:
+            return WAVE, (
+                f"the Linear-2 mainloop of {l2_us:.1f} us and {case.floor:.1f} us of issue cover the drain of a burst, "
+                f"{case.drain:.1f} us: there is no backpressure to remove"
+            )
+        return WAVE, f"interleaving would not shorten the stall of {case.stall_wave:.1f} us a tile ({case.stall_int:.1f} us)"
+    if case.speedup < 1 + LEAST_GAIN and case.place.cost and saved >= LEAST_GAIN * case.compute:
+        return WAVE, (
+            f"interleaving would save {saved:.1f} us of {case.compute + case.stall_wave:.1f} us a tile, but its working set of "
+            f"{case.place.working_set_interleaved_bytes / 1e6:.0f} MB exceeds the L2 cache of "
+            f"{case.place.l2_bytes / 1e6:.0f} MB, which costs {case.place.cost:.0%}"
+        )
+    if case.speedup < 1 + LEAST_GAIN:
+        return WAVE, (
+            f"interleaving would save {saved:.2f} us of {case.compute + case.stall_wave:.1f} us a tile, the last "
+            f"{case.knee} of {case.load.rows} rows left out: less than {LEAST_GAIN:.0%}"
+        )
+    cost = f", {case.place.cost:.0%} of locality cost included" if case.place.cost else ""
+    rest = (
+        f"; {case.overhead_int:.1f} us of backpressure remain, only smaller bursts would remove them (14)"
+        if case.overhead_int > 0
+        else ""
+    )
     return INTERLEAVED, (
-        f"a burst drains in {drain:.1f} us but Linear-2 lasts {times.l2_mma_us:.1f} us; {ratio * times.l1_mma_us:.1f} us of "
-        f"Linear-1 a tile cut the stall from {stall_wave:.1f} to {stall_int:.1f} us ({speedup:.2f}x{cost})"
+        f"a burst drains in {case.drain:.1f} us but Linear-2 lasts {l2_us:.1f} us; {l1_us:.1f} us of Linear-1 a tile cut the "
+        f"stall from {case.stall_wave:.1f} to {case.stall_int:.1f} us ({case.speedup:.2f}x{cost}){rest}"
     )
 
 
 def _notes(
-    platform: PlatformModel, workload: MoeWorkload, tile: TileConfig, producers: int, burst_bytes: float
+    platform: PlatformModel,
+    workload: MoeWorkload,
+    tile: TileConfig,
+    producers: int,
+    burst_bytes: float,
+    capacity_ok: bool,
 ) -> tuple[str, ...]:
     notes = platform.outside(producers, burst_bytes) if burst_bytes > 0 else ()
+    if not capacity_ok:
+        wait = float(platform.isolated_overhead_us(producers, burst_bytes))
+        notes += (
+            f"an aligned burst exceeds the capacity: if all {producers} tiles ended together, each would wait {wait:.1f} us "
+            "more; persistent CTAs drift apart, and the stall above assumes that they do",
+        )
+    if workload.ranks > platform.num_gpus:
+        notes += (f"the platform was measured on {platform.num_gpus} GPUs; {workload.ranks} ranks store to more peers",)
     tiles = tile.l2_tiles_per_row(workload.hidden)
     if tile.separate_epilogue and tiles % 2:
         notes += (f"hidden {workload.hidden} gives {tiles} Linear-2 tiles a row; the SM100 kernel takes only even numbers",)
     if platform.store == "bulk":
         notes += ("MegaMoE scatters with 16-byte stores; this platform was measured with bulk stores",)
-    if workload.model == "dit-moe" and platform.name == "paper-148sm":
+    if workload.model == "dit-moe" and platform.published is not None:
         notes += ("the paper's tile times fit dit-moe-swapped, not dit-moe",)
     return notes

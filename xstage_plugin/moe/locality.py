@@ -1,4 +1,4 @@
-"""What speaks against interleaving: expert weights of both layers in flight at once, against the L2 cache."""
+"""What speaks against interleaving: weights and activations of both layers in flight at once, against the L2 cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Locality:
     """Bytes that the SMs reread while they run, under both schedules, and what that costs.
 
     Attributes:
-        working_set_wave_bytes: weights of the experts in flight, of the larger of the two layers.
-        working_set_interleaved_bytes: weights of both layers, and the activations between the two streams.
+        working_set_wave_bytes: weights of the experts and inputs of the rows in flight, of the larger of the two layers.
+        working_set_interleaved_bytes: those of both layers, and the activations between the two streams.
         l2_bytes: the cache they have to fit.
         cost: estimated share of time lost to interleaving (0 or LOCALITY_PENALTY).
     """
@@ -38,8 +38,11 @@ def locality(
     those tiles' rows touch; weights have ``weight_bits``, activations between the layers 8 bits."""
     w2_bytes = workload.hidden * workload.intermediate * weight_bits / 8
     w1_bytes = 2 * w2_bytes
-    l1 = w1_bytes * _experts_in_flight(device, tile.l1_tiles_per_row(workload.intermediate), load)
-    l2 = w2_bytes * _experts_in_flight(device, tile.l2_tiles_per_row(workload.hidden), load)
+    l1_tiles, l2_tiles = tile.l1_tiles_per_row(workload.intermediate), tile.l2_tiles_per_row(workload.hidden)
+    l1 = w1_bytes * _experts_in_flight(device, l1_tiles, load)
+    l1 += _rows_in_flight(device, l1_tiles, load) * tile.block_m * workload.hidden
+    l2 = w2_bytes * _experts_in_flight(device, l2_tiles, load)
+    l2 += _rows_in_flight(device, l2_tiles, load) * tile.block_m * workload.intermediate
     between = min(lead_rows, load.rows) * tile.block_m * workload.intermediate
     l2_bytes = device.l2_mib * MIB
     interleaved = l1 + l2 + between
@@ -49,6 +52,9 @@ def locality(
 def _experts_in_flight(device: DeviceSpec, tiles_per_row: int, load: RankLoad) -> float:
     if not load.rows:
         return 0.0
-    rows_in_flight = min(load.rows, device.num_sms / tiles_per_row)
     rows_per_expert = load.rows / load.active_experts
-    return min(load.active_experts, rows_in_flight / rows_per_expert + 1)
+    return min(load.active_experts, _rows_in_flight(device, tiles_per_row, load) / rows_per_expert + 1)
+
+
+def _rows_in_flight(device: DeviceSpec, tiles_per_row: int, load: RankLoad) -> float:
+    return min(load.rows, device.num_sms / tiles_per_row)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from xstage_plugin.checks import not_negative, positive_int
+from xstage_plugin.checks import not_negative, positive_int, shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import read_json, read_text
 
 DEFAULT_SKEW = 0.5
+MOST_EXPERTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Routing:
 
 def balanced_routing(experts: int) -> Routing:
     """Every expert gets the same number of tokens."""
-    positive_int("experts", experts)
+    positive_int("experts", experts, MOST_EXPERTS)
     return Routing("balanced", (1.0 / experts,) * experts)
 
 
@@ -46,7 +47,7 @@ def skewed_routing(experts: int, topk: int, skew: float = DEFAULT_SKEW) -> Routi
     Raises:
         InvalidInputError: ``skew`` is negative or not finite.
     """
-    positive_int("experts", experts)
+    positive_int("experts", experts, MOST_EXPERTS)
     not_negative("skew", skew)
     weights = np.arange(1, experts + 1, dtype=float) ** -skew
     shares = _capped(weights / weights.sum(), 1.0 / topk)
@@ -56,7 +57,7 @@ def skewed_routing(experts: int, topk: int, skew: float = DEFAULT_SKEW) -> Routi
     return Routing(f"skewed (Zipf exponent {skew:g})", tuple(float(share) for share in placed))
 
 
-def routing_from_counts(counts: Sequence[float], experts: int, label: str) -> Routing:
+def routing_from_counts(counts: Sequence[float], experts: int, topk: int, label: str) -> Routing:
     """Routing in proportion to tokens per expert.
 
     Raises:
@@ -67,7 +68,9 @@ def routing_from_counts(counts: Sequence[float], experts: int, label: str) -> Ro
     for index, count in enumerate(counts):
         not_negative(f"{label}: count of expert {index}", count)
     total = float(sum(counts))
-    return Routing(f"counts of {label}", tuple(float(count) / total if total else 0.0 for count in counts))
+    shares = tuple(float(count) / total if total else 0.0 for count in counts)
+    # A token names an expert once, so a share above 1/topk says that slots were left empty.
+    return Routing(f"counts of {label}", shares, min(1.0, 1 / (topk * max(shares))) if total else 0.0)
 
 
 def routing_from_ids(ids: np.ndarray, experts: int, topk: int, label: str) -> Routing:
@@ -99,64 +102,86 @@ def routing_from_ids(ids: np.ndarray, experts: int, topk: int, label: str) -> Ro
 def read_routing(path: Path, experts: int, topk: int) -> Routing:
     """Routing from a file: one count per expert, or topk ids of one token a row (-1 = padding).
 
-    Formats: ``.npy``, ``.json`` (a list, or a list of lists), else text with one row a line, separated by commas or
-    blanks. A list of ``experts`` numbers, in one row or one column, is counts; anything else is ids.
+    Formats: ``.npy`` and ``.json``, where a list of numbers is counts and a list of lists is ids; else text with one row a
+    line, separated by commas or blanks, where one number a line (or a single line) is counts and rows of topk numbers are
+    ids.
 
     Raises:
-        InvalidInputError: unreadable, or neither counts nor ids for this layer.
+        InvalidInputError: unreadable, neither counts nor ids for this layer, or text that could be either.
     """
-    values = _read_array(path)
-    flat = values.reshape(-1) if values.ndim == 1 or 1 in values.shape[:2] else None
-    is_ids = values.ndim == 2 and values.shape[1] == topk and len(values.reshape(-1)) != experts
-    if flat is not None and not is_ids:
-        return routing_from_counts([float(value) for value in flat], experts, str(path))
+    if path.suffix in (".npy", ".json"):
+        values = _read_array(path)
+    else:
+        values = _numbers(path, _read_rows(path))
+        single = values.ndim == 2 and 1 in values.shape
+        could_be_ids = values.ndim == 2 and values.shape[1] == topk
+        if single and could_be_ids and values.size == experts:
+            raise InvalidInputError(
+                f"{path}: {values.size} numbers could be counts or ids of this layer; give them as .json, where a list is "
+                "counts and a list of lists is ids"
+            )
+        if single and not could_be_ids:
+            values = values.reshape(-1)
+    if values.ndim == 1:
+        return routing_from_counts([float(value) for value in values], experts, topk, str(path))
     return routing_from_ids(values, experts, topk, str(path))
 
 
 def _capped(shares: np.ndarray, cap: float) -> np.ndarray:
-    """``shares`` with none above ``cap``; what is cut goes to the others in proportion."""
+    """``shares`` (sum 1) with none above ``cap``; what is cut goes to the others in proportion, or evenly where they are 0."""
     shares = shares.copy()
     for _ in range(len(shares)):
         over = shares > cap * (1 + 1e-12)
-        if not over.any():
+        below = shares < cap
+        if not over.any() or not below.any():
             break
         excess = float((shares[over] - cap).sum())
         shares[over] = cap
-        below = shares < cap
-        if not below.any():
-            break
-        shares[below] += excess * shares[below] / shares[below].sum()
-    return np.minimum(shares, cap) if cap * len(shares) >= 1 else shares
+        weights = shares[below] if shares[below].sum() > excess * 1e-12 else np.ones(int(below.sum()))
+        shares[below] += excess * weights / weights.sum()
+    return shares
 
 
 def _read_array(path: Path) -> np.ndarray:
-    expected = "expected one count per expert, or one row of topk ids a token"
-    if path.suffix == ".npy":
+    if path.suffix == ".json":
+        return _numbers(path, read_json(path, "a routing file"))
+    try:
+        return _numbers(path, np.load(path, allow_pickle=False))
+    except InvalidInputError:
+        raise
+    except FileNotFoundError:
+        raise InvalidInputError(f"{path}: no such file; expected a routing file") from None
+    except Exception as error:  # numpy's reader raises whatever its parsers do
+        raise InvalidInputError(f"{path}: not a numpy array file ({type(error).__name__}); {EXPECTED}") from None
+
+
+EXPECTED = "expected one count per expert, or one row of topk ids a token"
+
+
+def _numbers(path: Path, document: Any) -> np.ndarray:
+    """A list of numbers or of rows of numbers as an array of one or two dimensions."""
+    if not isinstance(document, np.ndarray):
+        rows = document if isinstance(document, list) else None
+        flat = [value for row in rows or [] for value in (row if isinstance(row, list) else [row])]
+        if not flat or not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in flat):
+            raise InvalidInputError(f"{path}: holds no list of numbers; {EXPECTED}")
         try:
-            values = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            raise InvalidInputError(f"{path}: no such file; expected a routing file") from None
-        except (OSError, ValueError, EOFError) as error:
-            raise InvalidInputError(f"{path}: not a numpy array file ({str(error).splitlines()[0]}); {expected}") from None
-    else:
-        document: Any = read_json(path, "routing file") if path.suffix == ".json" else _read_rows(path)
-        try:
-            values = np.array(document)
+            document = np.array(rows, dtype=float if any(isinstance(value, float) for value in flat) else np.int64)
         except (ValueError, OverflowError):
-            raise InvalidInputError(f"{path}: rows of unequal length; {expected}") from None
-    if values.ndim not in (1, 2) or values.dtype.kind not in "iuf" or not values.size:
-        raise InvalidInputError(f"{path}: holds no list of numbers; {expected}")
-    return np.asarray(values)
+            raise InvalidInputError(f"{path}: rows of unequal length, or a number too large; {EXPECTED}") from None
+    if document.ndim not in (1, 2) or document.dtype.kind not in "iuf" or not document.size:
+        raise InvalidInputError(f"{path}: holds no list of numbers; {EXPECTED}")
+    return np.asarray(document)
 
 
 def _read_rows(path: Path) -> list[list[float]]:
     rows = []
-    for number, line in enumerate(read_text(path, "routing file").splitlines(), start=1):
-        fields = line.replace(",", " ").split()
+    for number, line in enumerate(read_text(path, "a routing file").splitlines(), start=1):
+        fields = line.split(",") if "," in line else line.split()
         try:
             row = [float(field) for field in fields]
         except ValueError:
-            raise InvalidInputError(f"{path}: line {number} is {line.strip()!r:.40}; expected numbers") from None
+            raise InvalidInputError(f"{path}: line {number} is {shown(line.strip())}; expected numbers") from None
         if row:
             rows.append(row)
     return rows

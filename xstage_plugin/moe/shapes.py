@@ -22,6 +22,7 @@ class ExpertShape:
         experts: routed experts of the layer, over all ranks.
         topk: experts per token.
         source: where the figures come from.
+        bundled: it came with the package, so that published times may speak of it.
     """
 
     key: str
@@ -31,6 +32,7 @@ class ExpertShape:
     experts: int
     topk: int
     source: str
+    bundled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "topk"):
@@ -41,8 +43,8 @@ class ExpertShape:
 
 def bundled_shapes() -> tuple[ExpertShape, ...]:
     """Every shape that comes with the package, in the order of its file."""
-    table = Table.read(bundled_folder("models") / "expert_shapes.toml", "list of expert shapes")
-    return tuple(_shape(key, table.table(key)) for key in table.keys())  # noqa: SIM118
+    table = Table.read(bundled_folder("models") / "expert_shapes.toml", "a list of expert shapes")
+    return tuple(_shape(key, table.table(key), bundled=True) for key in table.keys())  # noqa: SIM118
 
 
 def load_shape(name_or_file: str) -> ExpertShape:
@@ -56,11 +58,11 @@ def load_shape(name_or_file: str) -> ExpertShape:
         return shapes[name_or_file.lower()]
     if looks_like_file(name_or_file):
         path = Path(name_or_file)
-        return _shape(path.stem, Table.read(path, "expert shape file (TOML)"))
+        return _shape(path.stem, Table.read(path, "an expert shape file (TOML)"))
     raise unknown_name("model", name_or_file, shapes)
 
 
-def _shape(key: str, table: Table) -> ExpertShape:
+def _shape(key: str, table: Table, bundled: bool = False) -> ExpertShape:
     return table.build(
         lambda: ExpertShape(
             key=key,
@@ -70,5 +72,6 @@ def _shape(key: str, table: Table) -> ExpertShape:
             experts=table.integer("experts"),
             topk=table.integer("topk"),
             source=table.text("source", table.where),
+            bundled=bundled,
         )
     )

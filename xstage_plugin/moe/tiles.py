@@ -13,7 +13,6 @@ from xstage_plugin.checks import not_negative, positive, positive_int
 from xstage_plugin.provenance import Origin, Source
 from xstage_plugin.toml_table import Table
 
-PAPER_PLATFORM = "paper-148sm"
 # Combine leaves the GPU as bfloat16.
 COMBINE_BYTES = 2
 
@@ -91,7 +90,7 @@ class Table2Row:
 
 def paper_table2() -> dict[str, Table2Row]:
     """The paper's measured spans and mainloop times, by bundled shape."""
-    table = Table.read(bundled_folder("models") / "paper_table2.toml", "table of tile times")
+    table = Table.read(bundled_folder("models") / "paper_table2.toml", "a table of tile times")
     columns = ("span_wave_us", "span_interleaved_us", "l2_mma_us", "l1_mma_us")
     return {
         key: Table2Row(key, *(table.table(key).number(column) for column in columns))
@@ -100,10 +99,13 @@ def paper_table2() -> dict[str, Table2Row]:
 
 
 def tile_times(platform: PlatformModel, tile: TileConfig, hidden: int, intermediate: int, model: str | None) -> TileTimes:
-    """Table 2's times where they apply (the paper's platform and one of its models), else an estimate from operations."""
-    rows = paper_table2()
-    if platform.name != PAPER_PLATFORM:
+    """The times published for the platform where they apply (one of the bundled models), else an estimate from operations.
+
+    ``model`` is the name of a bundled shape, or None for any other.
+    """
+    if platform.published is None:
         return estimate_tile_times(platform.device, tile, hidden, intermediate, staging_us=0.0)
+    rows = paper_table2()
     floor = float(platform.issue_floor_us(platform.device.num_sms, tile.combine_tile_bytes))
     # The interleaved spans sit on the floor, so what they hold beside T_iss^0 is the kernel's staging.
     staging = max(0.0, float(np.median([row.span_interleaved_us for row in rows.values()])) - floor)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xstage_plugin.checks import not_negative, positive_int
+from xstage_plugin.checks import positive_int
 from xstage_plugin.errors import InvalidInputError
-from xstage_plugin.moe.routing import Routing
+from xstage_plugin.moe.routing import MOST_EXPERTS, Routing
 from xstage_plugin.moe.tiles import TileConfig, ceil_div
 
 
@@ -36,9 +36,11 @@ class MoeWorkload:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "intermediate", "experts", "topk", "ranks"):
+        for name in ("hidden", "intermediate", "topk", "ranks"):
             positive_int(name, getattr(self, name))
-        not_negative("tokens_per_rank", self.tokens_per_rank)
+        positive_int("experts", self.experts, MOST_EXPERTS)
+        if self.tokens_per_rank:
+            positive_int("tokens_per_rank", self.tokens_per_rank)
         if self.topk > self.experts:
             raise InvalidInputError(f"topk is {self.topk}; expected at most the number of experts, {self.experts}")
         if self.experts % self.ranks:
