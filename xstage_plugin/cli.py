@@ -346,6 +346,59 @@ def calibrate(
         report.print_calibration(result)
 
 
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def overlay(context: click.Context) -> None:
+    """The change to DeepGEMM that carries the interleaved schedule.
+
+    An overlay is a folder of links to the installed headers with ours in place of one. The installed library stays as it
+    is; `xstage_plugin.register()` points it at the overlay for one process.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@overlay.command("status")
+@json_option
+def overlay_status(as_json: bool) -> None:
+    """What is installed, whether it is what we pinned, and which overlays are built."""
+    from xstage_plugin.upstream.report import status_document
+
+    document = status_document()
+    if as_json:
+        report.print_json(document)
+    else:
+        report.print_overlay_status(document)
+
+
+@overlay.command("build")
+@json_option
+def overlay_build(as_json: bool) -> None:
+    """Check the installed library against its pin and build its overlay in the user's cache."""
+    from xstage_plugin.upstream.activate import prepare
+
+    prepared = prepare()
+    root = str(prepared.overlay.root) if prepared.overlay else None
+    built = prepared.overlay is not None and prepared.overlay.built_now
+    if as_json:
+        report.print_json({"target": prepared.pin.name, "overlay": root, "built_now": built})
+    else:
+        click.echo(f"{prepared.pin.name}: {'built' if built else 'ready'} {root or '(the tree carries the change itself)'}")
+
+
+@overlay.command("clean")
+@json_option
+def overlay_clean(as_json: bool) -> None:
+    """Remove the overlays from the user's cache, and nothing else there."""
+    from xstage_plugin.upstream.overlay import clean
+
+    cleaned = clean()
+    if as_json:
+        report.print_json({"removed": [str(path) for path in cleaned.removed], "kept": [str(path) for path in cleaned.kept]})
+    else:
+        click.echo(f"removed {len(cleaned.removed)} overlays" + (f", kept {len(cleaned.kept)}" if cleaned.kept else ""))
+
+
 @cli.command()
 @json_option
 def doctor(as_json: bool) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 PLATFORM = "XSTAGE_PLATFORM"
 DEBUG = "XSTAGE_DEBUG"
+MOE_SCHEDULE = "XSTAGE_MOE_SCHEDULE"
+MOE_LEAD = "XSTAGE_MOE_LEAD"
+CACHE_HOME = "XDG_CACHE_HOME"
 SOURCE_STATE = "XSTAGE_SOURCE_STATE"
 DEFAULT_PLATFORM = "paper-148sm"
 
@@ -41,3 +45,22 @@ def torchrun_local_rank() -> int:
 def debug() -> bool:
     """Whether a fault of ours shows its traceback."""
     return os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def moe_schedule() -> str:
+    """Schedule of MegaMoE for programs that call deep_gemm themselves: ``wave`` where nothing is set."""
+    return os.environ.get(MOE_SCHEDULE) or "wave"
+
+
+def moe_lead() -> str:
+    """Lead in rows for :func:`moe_schedule`, or ``auto``."""
+    return os.environ.get(MOE_LEAD) or "auto"
+
+
+def cache_home() -> Path | None:
+    """$XDG_CACHE_HOME where it is an absolute path (the XDG rule), else ~/.cache; None where there is no home either."""
+    given = os.environ.get(CACHE_HOME, "")
+    if os.path.isabs(given):
+        return Path(given)
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" if os.path.isabs(home) else None

@@ -326,6 +326,17 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     console.print(f"\n{diagnosis.verdict}")
 
 
+def print_overlay_status(document: dict[str, Any]) -> None:
+    console = _console()
+    table = _table(console, "Targets", "target", "arch", "installed")
+    table.add_column("state", overflow="fold", ratio=1)
+    for target in document["targets"]:
+        table.add_row(target["target"], ", ".join(target["arch"]), target["installed_version"] or "-", target["verdict"])
+    console.print(table)
+    console.print(f"overlays are kept in {document['cache'] or 'no folder: there is no home directory'}")
+    console.print(f"\n{document['verdict']}", style="bold")
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr with the time left; silent where stderr is no terminal."""

@@ -1,0 +1,50 @@
+"""What a call asks for, before any GPU: names and leads are checked, auto is the advisor's answer."""
+
+import pytest
+
+from xstage_plugin.burst_gap.catalog import load_platform
+from xstage_plugin.errors import InvalidInputError
+from xstage_plugin.moe.schedule_choice import MoeLayer, choose_schedule, parse_lead
+
+PAIR = load_platform("h200-nvlink-pair")
+FINE = MoeLayer(hidden=4096, intermediate=512, experts=128, topk=8, ranks=2, tokens_per_rank=8192)
+COARSE = MoeLayer(hidden=4096, intermediate=4096, experts=16, topk=2, ranks=2, tokens_per_rank=8192)
+
+
+def test_auto_is_what_the_advisor_says():
+    fine, coarse = choose_schedule(FINE, "auto", "auto", PAIR), choose_schedule(COARSE, "auto", "auto", PAIR)
+    assert (fine.schedule, fine.lead_rows) == ("interleaved", 33)
+    assert (coarse.schedule, coarse.lead_rows) == ("wave", 0)
+    assert "stall" in fine.reason
+    assert "no backpressure" in coarse.reason
+
+
+def test_what_is_asked_for_is_done():
+    assert choose_schedule(FINE, "wave", "auto", PAIR).lead_rows == 0
+    assert choose_schedule(COARSE, "interleaved", 12, PAIR).lead_rows == 12
+    assert choose_schedule(COARSE, "interleaved", "auto", PAIR).lead_rows == 5
+    assert choose_schedule(FINE, "auto", 50, PAIR).lead_rows == 50
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lead", "message"),
+    [
+        ("fast", "auto", "schedule is 'fast'; expected one of auto, wave, interleaved"),
+        ("interleaved", 0, "lead is 0"),
+        ("interleaved", -3, "lead is -3"),
+        ("interleaved", 65536, "lead is 65536"),
+        ("interleaved", 2.5, "lead is 2.5"),
+        ("interleaved", True, "lead is True"),
+        ("wave", 5, "lead is 5 under schedule 'wave'"),
+    ],
+)
+def test_nonsense_is_refused(schedule, lead, message):
+    with pytest.raises(InvalidInputError, match=message):
+        choose_schedule(FINE, schedule, lead, PAIR)
+
+
+def test_a_lead_from_the_environment_is_a_number_or_auto():
+    assert parse_lead("auto") == "auto"
+    assert parse_lead("24") == 24
+    with pytest.raises(InvalidInputError, match="lead is 'many'"):
+        parse_lead("many")
