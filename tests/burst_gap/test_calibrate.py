@@ -31,7 +31,7 @@ def machine(count=2, **changes):
 class ModelBench:
     """A bench whose GPUs obey equations 3 and 7 to the letter, in 132 producers of equal service."""
 
-    num_sms, largest_burst_kib, how = 132, 227.0, "a model"
+    num_sms, largest_burst_kib, how, processes_per_gpu = 132, 227.0, "a model", 1
     rate_gbps, capacity_mib = 400.0, 2.0
 
     def __init__(self, num_gpus=2):
@@ -165,6 +165,12 @@ def test_rounds_that_disagree_disturb_the_run():
 
     with pytest.raises(DisturbedRunError, match="something else uses the link"):
         run_measure(Shared(), "full")
+
+
+def test_a_process_that_came_during_the_run_disturbs_it():
+    assert run_measure(ModelBench(), after=lambda: machine(2, compute_pids=(1,)))["zero_gap"]
+    with pytest.raises(DisturbedRunError, match=r"GPU 0 has 2 processes at the end of the run \(1, 4711\)"):
+        run_measure(ModelBench(), after=lambda: machine(2, compute_pids=(1, 4711)))
 
 
 def test_wrong_data_stops_the_run_at_once():

@@ -95,9 +95,10 @@ def measure(
     isolated = session.rounds(plan, [isolated_config(plan, store, k, kib) for k, kib in plan.isolated])
     saturating = max((point.config for point in zero), key=lambda config: config.burst_total_bytes)
     topologies = [session.topology_row(topology, saturating)] + [session.topology_row(name, saturating) for name in others]
+    machine_after = after()
     gpu = next(entry for entry in before.gpus if entry.ordinal == ordinals[0])
     document = {
-        "meta": _meta(bench, plan, store, topology, before, after(), gpu, command, ordinals, session),
+        "meta": _meta(bench, plan, store, topology, before, machine_after, gpu, command, ordinals, session),
         "zero_gap": [_periodic_row(point) for point in zero],
         "gap_sweep": [_periodic_row(point) for point in sweep],
         "isolated": [_isolated_row(point) for point in isolated],
@@ -105,6 +106,7 @@ def measure(
         "copies": {**bench.copy_rates_gbps(), "link_raw_gbps": link_raw_gbps(gpu)},
     }
     _refuse_disturbed(session, zero, document)
+    _refuse_company(machine_after, ordinals, bench.processes_per_gpu, document)
     return document
 
 
@@ -292,6 +294,18 @@ def _meta(
 def _state(gpu: GpuInfo) -> dict[str, Any]:
     fields = ("ordinal", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "nvlink_count", "nvlink_mbps", "nvlink_version")
     return {name: asdict(gpu)[name] for name in fields}
+
+
+def _refuse_company(after: MachineInfo, ordinals: Sequence[int], ours: int, document: dict[str, Any]) -> None:
+    """Another process that came to a GPU during the run. Counted, since process numbers differ between namespaces."""
+    for gpu in after.gpus:
+        if gpu.ordinal in ordinals and gpu.compute_pids is not None and len(gpu.compute_pids) > ours:
+            pids = ", ".join(str(pid) for pid in gpu.compute_pids)
+            raise DisturbedRunError(
+                f"GPU {gpu.ordinal} has {len(gpu.compute_pids)} processes at the end of the run ({pids}), {ours} of them ours; "
+                "something else used it: no model",
+                document,
+            )
 
 
 def _refuse_disturbed(session: _Session, zero: Sequence[Point], document: dict[str, Any]) -> None:

@@ -27,12 +27,14 @@ class Bench(Protocol):
         num_sms: of one GPU.
         largest_burst_kib: what one producer can stage in shared memory (bulk stores).
         how: how the memory is reached, for the record.
+        processes_per_gpu: processes of ours on each GPU.
     """
 
     num_gpus: int
     num_sms: int
     largest_burst_kib: float
     how: str
+    processes_per_gpu: int
 
     def reserve(self, num_bytes: int) -> None:
         """Make ``num_bytes`` ready on each GPU for one source; called once, before the first run."""
@@ -55,6 +57,7 @@ class OneProcessBench:
     """
 
     how = "one process, CUDA peer access"
+    processes_per_gpu = 1
 
     def __init__(self, ordinals: Sequence[int]) -> None:
         self._devices: list[ProbeDevice] = []

@@ -31,6 +31,7 @@ class TorchrunBench:
     """
 
     how = "one process a GPU, torch symmetric memory"
+    processes_per_gpu = 1
 
     def __init__(self) -> None:
         try:
