@@ -79,7 +79,7 @@ struct OrderedScheduler : MegaMoEUpstreamScheduler<kAll...> {
     template <typename Visit>
     CUTLASS_DEVICE void for_each_block(Visit&& visit) {
         this->fetch_expert_recv_count();
-        set_expert_idx(0);
+        this->set_expert_idx(0u);
         for (auto block = get_next_block(); cute::get<0>(block) != BlockPhase::None; block = get_next_block()) {
             const uint32_t num_k_blocks = cute::get<0>(block) == BlockPhase::Linear2 ? kL2Ks : kL1Ks;
             visit(cute::get<0>(block), cute::get<1>(block), num_k_blocks, cute::get<2>(block), cute::get<3>(block));

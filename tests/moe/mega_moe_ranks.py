@@ -170,6 +170,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--family", choices=("stock", "xstage"), required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", choices=CASES, help="one case, for a run under compute-sanitizer")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
@@ -181,6 +182,8 @@ def main():
     import deep_gemm
 
     for name, case in CASES.items():
+        if arguments.only not in (None, name):
+            continue
         results[name] = run_case(deep_gemm, case, arguments.family)
     if arguments.family == "xstage":
         from xstage_plugin.upstream.activate import prove
