@@ -162,6 +162,12 @@ def check_faults(deep_gemm):
         except ScheduleMismatchError as error:
             messages[name] = str(error)
     messages["lead afterwards"] = str(current_lead(buffer))
+    try:
+        set_schedule(buffer, "auto", platform="paper-148sm")
+        messages["platform of another GPU"] = "no error"
+    except ScheduleMismatchError as error:
+        messages["platform of another GPU"] = str(error)
+    messages["auto"] = set_schedule(buffer, "auto", platform="h200-nvlink-pair").schedule
     buffer.destroy()
     return messages
 

@@ -61,3 +61,5 @@ def test_what_the_ranks_disagree_on_is_an_error_on_all_of_them_and_changes_nothi
     assert first["one rank asks for nonsense"].startswith("rank 1: lead is 0; expected")
     assert first["a lead of 0"].startswith("rank 0: lead is 0; expected")
     assert first["lead afterwards"] == "0"
+    assert "is of sm_100 and this GPU of sm_90" in first["platform of another GPU"]
+    assert first["auto"] == "wave"  # 64 tokens a rank are too few to interleave

@@ -16,6 +16,8 @@ from xstage_plugin.moe.schedule_choice import MoeLayer, ScheduleChoice, choose_s
 if TYPE_CHECKING:
     import torch
 
+    from xstage_plugin.burst_gap.platform_model import PlatformModel
+
 # Upstream's workspace stands at the start of the buffer; it reserves 32 bytes for barriers and uses 28.
 SCHEDULE_WORD_BYTES = slice(28, 32)
 
@@ -47,7 +49,9 @@ def set_schedule(
     choice, fault = None, ""
     try:
         _require_overlay()
-        choice = choose_schedule(_layer(sym_buffer), schedule, lead, load_platform(platform or env.default_platform()))
+        model = load_platform(platform or env.default_platform())
+        _require_same_arch(model, sym_buffer.buffer.device, schedule, lead)
+        choice = choose_schedule(_layer(sym_buffer), schedule, lead, model)
     except XStageError as error:
         fault = str(error)
     mine = (fault, choice.lead_rows if choice else -1)
@@ -87,6 +91,18 @@ def _word(sym_buffer: Any) -> torch.Tensor:
         raise InvalidInputError("the symmetric buffer was destroyed; make a new one")
     word: torch.Tensor = buffer[SCHEDULE_WORD_BYTES].view(torch.int32)
     return word
+
+
+def _require_same_arch(model: PlatformModel, device: torch.device, schedule: str, lead: str | int) -> None:
+    """The advisor must not answer for another generation of GPU than the one that runs the kernel."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if "auto" in (schedule, lead) and schedule != "wave" and model.device.arch != f"sm_{major}{minor}":
+        raise InvalidInputError(
+            f"platform {model.name} is of {model.device.arch} and this GPU of sm_{major}{minor}; give platform=, or set "
+            f"{env.PLATFORM} to what `xstage calibrate` wrote"
+        )
 
 
 def _require_overlay() -> None:
