@@ -1,7 +1,15 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No example may fail for being slow. CI draws the same examples each time; a person's run draws new ones.
+settings.register_profile("person", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("many", deadline=None, max_examples=3000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "person"))
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
