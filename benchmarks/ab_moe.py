@@ -40,7 +40,7 @@ SWEEP = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the lead's knee
 STOCK, WAVE = Arm("stock", "stock"), Arm("wave", "xstage", 0)
 WORKER = (sys.executable, str(Path(__file__).with_name("moe_worker.py")))
 WORKER_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-SEED, MOST_TOKENS = 1, 2**20
+SEED, MOST_TOKENS, MOST_TRIALS = 1, 2**20, 100_000
 # Every token stays on its rank: no byte crosses the link, which bounds what any order of the same tiles can gain.
 LOCAL = "local"
 ROUTINGS = {"balanced": ("balanced",), "skewed": ("skewed",), LOCAL: (LOCAL,), "both": ("balanced", "skewed")}
@@ -501,16 +501,24 @@ def cli(
     started = env.torchrun_ranks()
     ranks = positive_int("--ranks", ranks if ranks is not None else started if started > 1 else 2)
     model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
+    if model.store != "st.v4":
+        raise InvalidInputError(f"platform {model.name} was measured with {model.store} stores; MegaMoE scatters with st.v4")
     if model.device.arch != "sm_90":
         raise InvalidInputError(
             f"platform {model.name} is of {model.device.arch}; this script runs the SM90 kernel: give another"
         )
+    positive_int("--trials", trials, MOST_TRIALS)
+    for path, suffix in ((out, ".json"), (plot, ".png")):
+        if path is not None:
+            harness.check_writable(path, suffix)
     if trials < harness.LEAST_TRIALS:
         raise InvalidInputError(f"--trials is {trials}; expected at least {harness.LEAST_TRIALS}")
     positive("--timeout-s", timeout_s)
     routings = ROUTINGS[routing]
-    counts = parse_tokens(tokens)
-    plan = make_plan(model, ranks, parse_shapes(models, shapes), counts, routings, parse_leads(leads), trials)
+    counts = list(dict.fromkeys(parse_tokens(tokens)))
+    plan = make_plan(
+        model, ranks, list(dict.fromkeys(parse_shapes(models, shapes))), counts, routings, parse_leads(leads), trials
+    )
     if not plan.cases:
         reason = "; ".join(f"{name}: {why}" for name, why in plan.skipped) or "no shape or no token count is given"
         raise InvalidInputError(f"nothing to measure: {reason}")
@@ -524,8 +532,6 @@ def cli(
         raise InvalidInputError(f"{were} started for {ranks} ranks; start with {wanted}, or give --dry-run")
     if out is None:
         raise InvalidInputError("--out is missing; expected a file for the result, or --dry-run")
-    for path, suffix in ((out, ".json"), *([(plot, ".png")] if plot else [])):
-        harness.check_writable(path, suffix)
     group = harness.GlooGroup(timeout_s)
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]  # no folder of this machine's
     command = shlex.join(["torchrun", f"--nproc-per-node={ranks}", "benchmarks/ab_moe.py", *words])

@@ -156,6 +156,8 @@ def test_no_reason_contradicts_its_own_numbers(platform, hidden, intermediate, e
         assert l2 + issue >= drain - 0.16  # each is printed to 0.1 us
     if "exceeds the L2 cache" in reason:
         assert decision.locality.working_set_interleaved_bytes > decision.locality.l2_bytes
+    if "no backpressure" in reason:
+        assert decision.overhead_wave_us == 0
     if decision.schedule == "interleaved":
         assert decision.stall_interleaved_us < decision.stall_wave_us
         assert decision.drain_us > decision.times.staging_us
@@ -185,7 +187,7 @@ EDGES = {
     "no tokens": (workload(tokens=0), "nothing to order"),
     "few rows": (workload(experts=16, topk=2, tokens=1024), "too few for a lead"),
     "coarse experts": (workload(intermediate=4096, experts=16), "no backpressure to remove"),
-    "one token a rank": (workload(hidden=2048, experts=256, topk=5, ranks=4, tokens=1), "too few for a lead|no backpressure"),
+    "one token a rank": (workload(hidden=2048, experts=256, topk=5, ranks=4, tokens=1), "too few for a lead|is not what holds"),
 }
 
 

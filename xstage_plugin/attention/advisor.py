@@ -164,17 +164,17 @@ def _decide(
         return SERIAL, "one rank: there is nothing to exchange"
     if rate_ok and capacity_ok:
         return PIGGYBACK, (
-            f"a Q-loop of {gap:.1f} us is longer than the {recovery:.1f} us in which an aligned burst recovers, and the burst "
+            f"a Q-loop of {gap:.3g} us is longer than the {recovery:.3g} us in which an aligned burst recovers, and the burst "
             "fits the outstanding capacity: both bounds hold"
         )
     broken = " and ".join(name for name, ok in (("the rate bound", rate_ok), ("the capacity bound", capacity_ok)) if not ok)
     fails = f"{broken} fail" if " and " in broken else f"{broken} fails"
     if residual + issue < serial:
         return PIGGYBACK, (
-            f"{fails} in the worst aligned case, but the predicted residual of {residual + issue:.1f} us stays below the "
-            f"{serial:.1f} us that the exchange alone takes at the drain rate"
+            f"{fails} in the worst aligned case, but the predicted cost of {residual + issue:.3g} us (residual and issue) "
+            f"stays below the {serial:.3g} us that the exchange alone takes at the drain rate"
         )
     return SERIAL, (
-        f"{fails}, and the predicted residual of {residual + issue:.1f} us is not below the {serial:.1f} us of an exchange "
-        "at the drain rate"
+        f"{fails}, and the predicted cost of {residual + issue:.3g} us (residual and issue) is not below the {serial:.3g} us "
+        "of an exchange at the drain rate"
     )

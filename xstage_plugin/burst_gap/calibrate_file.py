@@ -18,6 +18,7 @@ from xstage_plugin.burst_gap.fit_file import fit_document, write_fit
 from xstage_plugin.burst_gap.gpu_info import GpuInfo, MachineInfo, probe_machine
 from xstage_plugin.burst_gap.measuring_plan import make_plan
 from xstage_plugin.burst_gap.probe_bench import Bench, OneProcessBench
+from xstage_plugin.burst_gap.probe_config import SLOT_ALIGNMENT_BYTES, ProbeConfig
 from xstage_plugin.burst_gap.topology import available_topologies
 from xstage_plugin.burst_gap.units import MIB
 from xstage_plugin.errors import InvalidInputError, XStageError
@@ -48,6 +49,8 @@ def check_request(machine: MachineInfo, ordinals: Sequence[int] | None, topology
         MachineLacksError: no GPU, one GPU, too old a driver, an unsupported GPU, no peer access, no NVLink between the GPUs,
             or another process on one of them.
     """
+    if ordinals is not None and (len(set(ordinals)) != len(ordinals) or min(ordinals, default=-1) < 0):
+        raise InvalidInputError(f"devices are {', '.join(map(str, ordinals)) or 'none'}; expected each once, from 0 on")
     if not machine.gpus:
         raise MachineLacksError(f"calibrate needs two GPUs with peer access; this machine has none: {machine.reason}")
     by_ordinal = {gpu.ordinal: gpu for gpu in machine.gpus}
@@ -56,8 +59,6 @@ def check_request(machine: MachineInfo, ordinals: Sequence[int] | None, topology
         if ordinal not in by_ordinal:
             known = ", ".join(str(known) for known in by_ordinal)
             raise InvalidInputError(f"device {ordinal} does not exist; this machine has {known} (see `xstage doctor`)")
-    if len(set(chosen)) != len(chosen):
-        raise InvalidInputError(f"devices are {', '.join(map(str, chosen))}; expected each once")
     if machine.cuda_version is not None and machine.cuda_version < OLDEST_CUDA:
         version, oldest = (".".join(map(str, pair)) for pair in (machine.cuda_version, OLDEST_CUDA))
         raise MachineLacksError(f"the driver serves CUDA {version}; calibrate needs {oldest} or later: update the driver")
@@ -113,6 +114,7 @@ def calibrate_to_file(
         raise InvalidInputError(f"{out}: a platform file ends in .toml; give such a name")
     if not out.resolve().parent.is_dir():
         raise InvalidInputError(f"{out}: cannot be written: no such folder {out.parent}")
+    ProbeConfig(1, SLOT_ALIGNMENT_BYTES, num_threads=num_threads)  # its checks, before any GPU is looked for
     machine = machine or probe_machine()
     distributed = env.torchrun_ranks() > 1
     if distributed and devices is not None:

@@ -34,11 +34,11 @@ LARGEST_SCATTER = 0.15
 REPEAT_TOLERANCE = 0.25
 # Period over issue plus gap, median of a list.
 PERIOD_RATIO = (0.7, 1.4)
-LARGEST_HOLDOUT_ERROR = 0.25
+LARGEST_HOLDOUT_ERROR, LARGEST_HOLDOUT_P90, LARGEST_FLOOR_ERROR = 0.10, 0.20, 0.35
 # No link between GPUs lies outside these rates; a value that does is in other units.
 PLAUSIBLE_GBPS = (1.0, 20_000.0)
 # Capacities of one producer count that scatter more are worth a word.
-WIDE_SPREAD = 0.15
+WIDE_SPREAD, LARGEST_SPREAD = 0.15, 0.5
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,16 @@ def fit_platform(
     """
     _refuse_contradictions(samples)
     doubts = _refuse_local_recovery(samples.gap_sweep)
+    counts = [s.num_producers for s in samples.zero_gap] + [s.num_producers for s in samples.gap_sweep]
+    most = max(counts + [s.num_producers for s in samples.isolated])
+    if most > device.num_sms:
+        raise FitRefusedError(f"{most} producers on a GPU of {device.num_sms} SMs ({device.name}); a producer needs an SM")
     drain = fit_drain_rate(samples.zero_gap, samples.launch_in_period)
+    if samples.link_raw_gbps is not None and drain.gbps > samples.link_raw_gbps:
+        raise FitRefusedError(
+            f"drain rate: the samples give {drain.gbps:.0f} GB/s, above the raw rate of the link, {samples.link_raw_gbps:.0f} "
+            "GB/s: check the units"
+        )
     floor = fit_issue_floor(samples.isolated)
     capacity = fit_capacity(samples.isolated, drain.gbps)
     model = PlatformModel(
@@ -127,10 +136,18 @@ def fit_platform(
         provenance=provenance,
     )
     holdout = holdout_errors(model, samples.gap_sweep)
-    if holdout[-1].period_median > LARGEST_HOLDOUT_ERROR:
+    overall = holdout[-1]
+    if overall.period_median > LARGEST_HOLDOUT_ERROR or overall.period_p90 > LARGEST_HOLDOUT_P90:
         raise FitRefusedError(
-            f"the model misses the periods of its held-out gap sweep by {holdout[-1].period_median:.0%} (median); expected at "
-            f"most {LARGEST_HOLDOUT_ERROR:.0%}: zero_gap, isolated and gap_sweep contradict each other"
+            f"the model misses the periods of its held-out gap sweep by {overall.period_median:.0%} (median) and "
+            f"{overall.period_p90:.0%} (p90); expected at most {LARGEST_HOLDOUT_ERROR:.0%} and {LARGEST_HOLDOUT_P90:.0%}: "
+            "zero_gap, isolated and gap_sweep contradict each other"
+        )
+    recovered = overall.recovered_issue_median
+    if recovered is not None and recovered > LARGEST_FLOOR_ERROR:
+        raise FitRefusedError(
+            f"the issue floor from the isolated bursts misses the recovered bursts of the gap sweep by {recovered:.0%} "
+            f"(median); expected at most {LARGEST_FLOOR_ERROR:.0%}: isolated and gap_sweep contradict each other"
         )
     notes = (*doubts, *_warnings(samples, device, drain, capacity))
     return FitReport(model, drain, capacity, holdout, notes)
@@ -230,7 +247,13 @@ def fit_capacity(samples: Sequence[IsolatedSample], drain_rate_gbps: float) -> t
                 f"capacity: isolated bursts of {count} producers drain slower than {drain_rate_gbps:.0f} GB/s, the rate "
                 "of the zero-gap samples; the samples contradict each other"
             )
-        fits.append(CapacityFit(count, capacity, len(leads), float(np.median(np.abs(np.array(leads) / capacity - 1)))))
+        spread = float(np.median(np.abs(np.array(leads) / capacity - 1)))
+        if spread > LARGEST_SPREAD:
+            raise FitRefusedError(
+                f"capacity: the isolated bursts of {count} producers scatter by {spread:.0%} around one capacity; expected "
+                f"at most {LARGEST_SPREAD:.0%}: they contradict the drain rate of {drain_rate_gbps:.0f} GB/s"
+            )
+        fits.append(CapacityFit(count, capacity, len(leads), spread))
     if not fits:
         raise FitRefusedError(
             "capacity: no producer count has two isolated bursts past its knee; expected 2 or more: measure larger bursts"

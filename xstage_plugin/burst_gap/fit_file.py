@@ -46,6 +46,9 @@ def fit_samples_file(
     samples = read_samples(samples_file)
     if _exists(out) and samples_file.samefile(out):
         raise InvalidInputError(f"{out}: is the samples file itself; give another --out")
+    measured = samples.meta.get("store")
+    if store is not None and measured is not None and store != measured:
+        raise InvalidInputError(f"--store is {store!r} and the samples were measured with {shown(measured)}; leave it out")
     report = fit_samples(samples, out, device=_device(device, samples), store=store, description=description)
     write_fit(report, read_text(samples_file, "a samples file (JSON)").encode(), out)
     return report
@@ -103,9 +106,11 @@ def _exists(path: Path) -> bool:
 def _device(name: str | None, samples: BurstGapSamples) -> DeviceSpec:
     known = [device.key for device in bundled_devices()]
     if name is not None:
-        found = find_device(name)
+        found, measured = find_device(name), find_device(str(samples.meta.get("gpu", "")))
         if found is None:
             raise unknown_name("device", name, known)
+        if measured is not None and measured.key != found.key:
+            raise InvalidInputError(f"--device is {name!r} and the samples are of {measured.spec.name}; leave it out")
         return found.spec
     gpu = str(samples.meta.get("gpu", ""))
     found = find_device(gpu)

@@ -9,6 +9,7 @@ its bursts, which contains a constant share of launch and tail.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ class BurstGapSamples:
     gap_sweep: tuple[GapSample, ...]
     isolated: tuple[IsolatedSample, ...]
     launch_in_period: bool
+    link_raw_gbps: float | None
     meta: dict[str, Any]
 
 
@@ -94,7 +96,13 @@ def read_samples(path: Path) -> BurstGapSamples:
         InvalidInputError: not readable, not JSON, a list or key missing or empty, or a number that is not finite and
             positive; the message names the row.
     """
-    return parse_samples(read_json(path, "a samples file (JSON)"), str(path))
+    document = read_json(path, "a samples file (JSON)")
+    samples = parse_samples(document, str(path))
+    try:
+        json.dumps(document, allow_nan=False)
+    except ValueError:
+        raise InvalidInputError(f"{path}: holds NaN or infinity; expected finite numbers in every field") from None
+    return samples
 
 
 def parse_samples(document: Any, where: str) -> BurstGapSamples:
@@ -144,8 +152,16 @@ def parse_samples(document: Any, where: str) -> BurstGapSamples:
             for row in rows["isolated"]
         ),
         launch_in_period=not has_aggregate,
+        link_raw_gbps=_link_raw_gbps(document),
         meta=meta,
     )
+
+
+def _link_raw_gbps(document: dict[str, Any]) -> float | None:
+    """Raw rate of the link, where the run recorded it."""
+    copies = document.get("copies")
+    value = copies.get("link_raw_gbps") if isinstance(copies, dict) else None
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12 else None
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,8 @@ def _decide(case: _Case) -> tuple[str, str]:
         )
     if case.drain <= case.floor + case.times.staging_us:
         return WAVE, (
-            f"a burst drains in {case.drain:.2f} us, no longer than its own issue takes: there is no backpressure to remove"
+            f"a burst drains in {case.drain:.2f} us, within the {case.floor + case.times.staging_us:.2f} us that a tile's "
+            "stores take by themselves: the link is not what holds the tile up"
         )
     if saved <= 0:
         if case.drain <= case.floor + l2_us:
@@ -239,13 +240,14 @@ def _decide(case: _Case) -> tuple[str, str]:
     if case.speedup < 1 + LEAST_GAIN and case.place.cost and saved >= LEAST_GAIN * case.compute:
         return WAVE, (
             f"interleaving would save {saved:.1f} us of {case.compute + case.stall_wave:.1f} us a tile, but its working set of "
-            f"{case.place.working_set_interleaved_bytes / 1e6:.0f} MB exceeds the L2 cache of "
-            f"{case.place.l2_bytes / 1e6:.0f} MB, which costs {case.place.cost:.0%}"
+            f"{case.place.working_set_interleaved_bytes / 1e6:.1f} MB exceeds the L2 cache of "
+            f"{case.place.l2_bytes / 1e6:.1f} MB, which costs {case.place.cost:.0%}"
         )
     if case.speedup < 1 + LEAST_GAIN:
         return WAVE, (
-            f"interleaving would save {saved:.2f} us of {case.compute + case.stall_wave:.1f} us a tile, the last "
-            f"{case.knee} of {case.load.rows} rows left out: less than {LEAST_GAIN:.0%}"
+            f"interleaving would save {saved:.2f} us of {case.compute + case.stall_wave:.1f} us a tile, but not in the last "
+            f"{case.knee} of {case.load.rows} rows: {case.speedup - 1:.1%} over all, under the {LEAST_GAIN:.0%} that is "
+            "worth it"
         )
     cost = f", {case.place.cost:.0%} of locality cost included" if case.place.cost else ""
     rest = (
