@@ -61,7 +61,12 @@ def revert(tree: DeepGemmTree) -> None:
 
 if __name__ == "__main__":
     try:
-        main()
-    except XStageError as error:
-        click.echo(f"Error: {error}", err=True)
+        sys.exit(main.main(prog_name="python -m build_tools", standalone_mode=False) or 0)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except (click.ClickException, XStageError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
         sys.exit(2)

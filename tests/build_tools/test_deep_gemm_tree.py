@@ -249,3 +249,13 @@ def test_the_command_line_says_what_the_tree_is_at_and_exits_with_2_on_an_error(
     refused = call("--repository", str(checkout.root), "apply")
     assert refused.returncode == 2
     assert refused.stderr.startswith("Error: deep-gemm-7f2a703: absent")
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["check", "--json"], ["status", "extra"], ["--target", "nothing", "status"]])
+def test_a_usage_fault_is_one_line_and_exit_code_2(arguments):
+    run = subprocess.run(
+        [sys.executable, "-m", "build_tools", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("Error: ")
+    assert run.stderr.count("\n") == 1
