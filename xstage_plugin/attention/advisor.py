@@ -89,7 +89,7 @@ def advise_attention(
     waves = -(-workload.output_tiles // num_sms) * (workload.ranks - 1) / workload.ranks
     # One QK^T step is half of the work of a KV tile.
     qk = sigma / 2
-    backpressure = max(issue_backpressure_us(drain, gap, floor), float(platform.isolated_overhead_us(producers, tile_bytes)))
+    backpressure = max(issue_backpressure_us(drain, gap, floor), alone)
     residual = waves * critical_path_stall_us(backpressure, qk)
     coupled = waves * completion_coupled_exposure_us(drain, platform.completion_latency_us, qk)
     serial = float(platform.drain_us(workload.remote_bytes))
