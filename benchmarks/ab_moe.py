@@ -30,7 +30,7 @@ from xstage_plugin.checks import positive, positive_int, shown
 from xstage_plugin.errors import InvalidInputError, XStageError
 from xstage_plugin.moe.advisor import ScheduleDecision, advise_moe
 from xstage_plugin.moe.routing import MOST_EXPERTS, Routing, balanced_routing, skewed_routing
-from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, MoeLayer, ScheduleChoice, choose_schedule
+from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, ScheduleChoice, choose_schedule
 from xstage_plugin.moe.shapes import ExpertShape, bundled_shapes, load_shape
 from xstage_plugin.moe.workload import MoeWorkload
 
@@ -121,8 +121,8 @@ def make_plan(
             skipped.append((shape.name, reason))
             continue
         for count in tokens:
-            layer = MoeLayer(shape.hidden, shape.intermediate, shape.experts, shape.topk, ranks, count)
-            choice = choose_schedule(layer, AUTO, AUTO, platform)
+            balanced = _workload(shape, ranks, count, balanced_routing(shape.experts))
+            choice = choose_schedule(balanced, AUTO, AUTO, platform)
             for name in routings:
                 routing = skewed_routing(shape.experts, shape.topk) if name == "skewed" else balanced_routing(shape.experts)
                 if name == LOCAL:

@@ -4,11 +4,13 @@ import pytest
 
 from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.errors import InvalidInputError
-from xstage_plugin.moe.schedule_choice import MoeLayer, choose_schedule, parse_lead
+from xstage_plugin.moe.routing import balanced_routing
+from xstage_plugin.moe.schedule_choice import choose_schedule, parse_lead
+from xstage_plugin.moe.workload import MoeWorkload
 
 PAIR = load_platform("h200-nvlink-pair")
-FINE = MoeLayer(hidden=4096, intermediate=512, experts=128, topk=8, ranks=2, tokens_per_rank=8192)
-COARSE = MoeLayer(hidden=4096, intermediate=4096, experts=16, topk=2, ranks=2, tokens_per_rank=8192)
+FINE = MoeWorkload(4096, 512, experts=128, topk=8, ranks=2, tokens_per_rank=8192, routing=balanced_routing(128))
+COARSE = MoeWorkload(4096, 4096, experts=16, topk=2, ranks=2, tokens_per_rank=8192, routing=balanced_routing(16))
 
 
 def test_auto_is_what_the_advisor_says():

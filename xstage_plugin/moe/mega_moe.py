@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xstage_plugin import env
 from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.errors import InvalidInputError, XStageError
-from xstage_plugin.moe.schedule_choice import MoeLayer, ScheduleChoice, choose_schedule
+from xstage_plugin.moe.routing import balanced_routing
+from xstage_plugin.moe.schedule_choice import ScheduleChoice, choose_schedule
+from xstage_plugin.moe.workload import MoeWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,7 @@ def set_schedule(
         _require_overlay()
         model = load_platform(platform or env.default_platform())
         _require_same_arch(model, sym_buffer.buffer.device, schedule, lead)
-        choice = choose_schedule(_layer(sym_buffer), schedule, lead, model)
+        choice = choose_schedule(_workload(sym_buffer), schedule, lead, model)
     except XStageError as error:
         fault = str(error)
     mine = (fault, choice.lead_rows if choice else -1)
@@ -72,14 +74,16 @@ def current_lead(sym_buffer: Any) -> int:
     return int(_word(sym_buffer).item())
 
 
-def _layer(sym_buffer: Any) -> MoeLayer:
-    return MoeLayer(
+def _workload(sym_buffer: Any) -> MoeWorkload:
+    """What all ranks know alike: the shape, the most tokens that a rank brings, and no routing but a balanced one."""
+    return MoeWorkload(
         hidden=sym_buffer.hidden,
         intermediate=sym_buffer.intermediate_hidden,
         experts=sym_buffer.num_experts,
         topk=sym_buffer.num_topk,
         ranks=sym_buffer.group.size(),
         tokens_per_rank=sym_buffer.num_max_tokens_per_rank,
+        routing=balanced_routing(sym_buffer.num_experts),
     )
 
 

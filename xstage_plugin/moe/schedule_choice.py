@@ -8,25 +8,12 @@ from xstage_plugin.burst_gap.platform_model import PlatformModel
 from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.advisor import INTERLEAVED, WAVE, advise_moe
-from xstage_plugin.moe.routing import balanced_routing
 from xstage_plugin.moe.workload import MoeWorkload
 
 AUTO = "auto"
 SCHEDULES = (AUTO, WAVE, INTERLEAVED)
 # The word that the kernel reads holds the lead in its lower 16 bits; 0 there is the expert wave.
 LARGEST_LEAD = 2**16 - 1
-
-
-@dataclass(frozen=True)
-class MoeLayer:
-    """What all ranks know alike of one MegaMoE layer: its shape and the tokens that a rank brings at most."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    topk: int
-    ranks: int
-    tokens_per_rank: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +28,11 @@ class ScheduleChoice:
         return INTERLEAVED if self.lead_rows else WAVE
 
 
-def choose_schedule(layer: MoeLayer, schedule: str, lead: str | int, platform: PlatformModel) -> ScheduleChoice:
-    """The choice that ``schedule`` and ``lead`` ask for; ``auto`` asks the advisor, for balanced routing.
+def choose_schedule(workload: MoeWorkload, schedule: str, lead: str | int, platform: PlatformModel) -> ScheduleChoice:
+    """The choice that ``schedule`` and ``lead`` ask for; ``auto`` asks the advisor.
 
     Args:
-        layer: the same on all ranks, so that they decide alike.
+        workload: the same on all ranks, so that they decide alike.
         schedule: ``auto``, ``wave`` or ``interleaved``.
         lead: rows that Linear-1 stays ahead under ``interleaved``, or ``auto`` for the advisor's.
         platform: what the advisor decides by.
@@ -62,15 +49,6 @@ def choose_schedule(layer: MoeLayer, schedule: str, lead: str | int, platform: P
         return ScheduleChoice(0, "asked for")
     if schedule == INTERLEAVED and rows is not None:
         return ScheduleChoice(rows, "asked for")
-    workload = MoeWorkload(
-        layer.hidden,
-        layer.intermediate,
-        layer.experts,
-        layer.topk,
-        layer.ranks,
-        layer.tokens_per_rank,
-        balanced_routing(layer.experts),
-    )
     decision = advise_moe(platform, workload)
     if schedule == AUTO and decision.schedule == WAVE:
         return ScheduleChoice(0, decision.reason)
