@@ -9,6 +9,8 @@ PLATFORM = "XSTAGE_PLATFORM"
 DEBUG = "XSTAGE_DEBUG"
 MOE_SCHEDULE = "XSTAGE_MOE_SCHEDULE"
 MOE_LEAD = "XSTAGE_MOE_LEAD"
+MOE_PULLS = "XSTAGE_MOE_PULLS"
+ALLOW_UNRUN = "XSTAGE_ALLOW_UNRUN"
 CACHE_HOME = "XDG_CACHE_HOME"
 SOURCE_STATE = "XSTAGE_SOURCE_STATE"
 DEFAULT_PLATFORM = "paper-148sm"
@@ -47,14 +49,24 @@ def debug() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0")
 
 
-def moe_schedule() -> str:
-    """Schedule of MegaMoE for programs that call deep_gemm themselves: ``wave`` where nothing is set."""
-    return os.environ.get(MOE_SCHEDULE) or "wave"
+def moe_schedule() -> str | None:
+    """Schedule of MegaMoE for programs that call deep_gemm themselves; None where nothing is set."""
+    return os.environ.get(MOE_SCHEDULE) or None
 
 
 def moe_lead() -> str:
     """Lead in rows for :func:`moe_schedule`, or ``auto``."""
     return os.environ.get(MOE_LEAD) or "auto"
+
+
+def moe_pulls() -> str | None:
+    """How Dispatch pulls, for the same programs; None where nothing is set."""
+    return os.environ.get(MOE_PULLS) or None
+
+
+def allow_unrun() -> bool:
+    """Whether a target that nobody ever ran may be activated."""
+    return os.environ.get(ALLOW_UNRUN, "") not in ("", "0")
 
 
 def cache_home() -> Path | None:

@@ -57,10 +57,13 @@ struct OrderedScheduler : MegaMoEUpstreamScheduler<kAll...> {
         return [this](uint32_t expert) { return math::ceil_div(this->get_num_tokens(expert), kRowTokens); };
     }
 
+    CUTLASS_DEVICE ::xstage::ScheduleWord schedule_word() const {
+        return {*math::advance_ptr<uint32_t>(this->workspace.base, kScheduleWordOffset)};
+    }
+
     CUTLASS_DEVICE void set_expert_idx(uint32_t expert) {
         Upstream::set_expert_idx(expert);
-        const auto word = math::advance_ptr<uint32_t>(this->workspace.base, kScheduleWordOffset);
-        schedule.start(blockIdx.x, {*word});
+        schedule.start(blockIdx.x, schedule_word());
     }
 
     CUTLASS_DEVICE auto get_next_block() -> Block {

@@ -91,7 +91,9 @@ import_name = "deep_gemm"
 arch = ["sm_90"]
 status = "ready"
 why = "a test"
-{files}[[shadow]]
+{files}[schedule_word]
+first_byte = 12
+[[shadow]]
 path = "deep_gemm/scheduler/walk.cuh"
 source = "patches/ours/walk.cuh"
 original_as = "deep_gemm/scheduler/walk.upstream.cuh"

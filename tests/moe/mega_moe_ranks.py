@@ -13,17 +13,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# hidden, intermediate, experts, topk, tokens of rank 0, tokens of the others, routing
+import xstage_plugin
+
+# hidden, intermediate, experts, topk, most tokens, tokens of rank 0, tokens of the others, routing. Each line of new numbers
+# up to the tokens is a kernel to compile.
 CASES = {
-    "small": (2048, 512, 64, 8, 512, 512, "random"),
-    "one rank without tokens": (2048, 768, 32, 4, 300, 0, "random"),
-    "padding": (4096, 1024, 32, 8, 200, 128, "padded"),
-    "nothing routed": (2048, 512, 64, 8, 64, 64, "none"),
-    "one expert": (1024, 512, 8, 2, 256, 256, "one"),
-    "one token": (2048, 512, 64, 8, 1, 1, "random"),
-    "many rows": (2048, 512, 16, 8, 4096, 4096, "random"),
+    "small": (2048, 512, 64, 8, 2048, 512, 512, "random"),
+    "nothing routed": (2048, 512, 64, 8, 2048, 64, 64, "none"),
+    "one token": (2048, 512, 64, 8, 2048, 1, 1, "random"),
+    "an expert twice in a token": (2048, 512, 64, 8, 2048, 256, 300, "twice"),
+    "skewed": (2048, 512, 64, 8, 2048, 2000, 1500, "skewed"),
+    "one rank without tokens": (2048, 768, 32, 4, 300, 300, 0, "random"),
+    "padding": (4096, 1024, 32, 8, 200, 200, 128, "padded"),
+    "one expert": (1024, 512, 8, 2, 256, 256, 256, "one"),
+    "many rows": (2048, 512, 16, 8, 4096, 4096, 4096, "random"),
+    "hidden 7168": (7168, 512, 16, 4, 640, 600, 640, "random"),
 }
 LEADS = (1, 2, 7, 33, 5000)
+ROUNDS = 4  # on one buffer with new inputs each: what an earlier launch left there must not be taken for this one's
 # 1 - cosine-like agreement against float32; the intermediate is FP8 with one scale per 64 columns, 3% of noise a value.
 LARGEST_DIFFERENCE = 2e-3
 
@@ -54,6 +61,11 @@ def routing_of(kind, tokens, experts, topk, generator):
     if kind == "one":
         ids[:] = -1
         ids[:, 0] = 3
+    if kind == "twice":
+        ids[:, 1] = ids[:, 0]
+    if kind == "skewed":
+        shares = torch.arange(1, experts + 1, device="cuda").float().pow(-1.5)
+        ids = torch.multinomial(shares.expand(tokens, -1), topk, generator=generator) if tokens else ids
     return ids
 
 
@@ -69,28 +81,34 @@ def reference(x, ids, weights, intermediate, hidden):
     return out
 
 
-def run_case(deep_gemm, case, family):
-    hidden, intermediate, experts, topk, first, others, kind = case
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, most = (first if rank == 0 else others), max(first, others)
-    buffer = deep_gemm.get_symm_buffer_for_mega_moe(dist.group.WORLD, experts, most, topk, hidden, intermediate)
-    generator = torch.Generator("cuda").manual_seed(7 + rank)
-    x, x_sf = quantised(torch.randn(max(tokens, 1), hidden, device="cuda", generator=generator), (1, 128))
-    ids = routing_of(kind, tokens, experts, topk, generator)
-    weights = torch.rand(tokens, topk, device="cuda", generator=generator)
-    local = range(rank * experts // world, (rank + 1) * experts // world)
-    stack = [
-        [torch.stack(part) for part in zip(*(weights_of(e, *shape) for e in local), strict=True)]
-        for shape in (
-            (2 * intermediate, hidden, 1),
-            (hidden, intermediate, 2),
-        )
+def local_weights(deep_gemm, experts, intermediate, hidden):
+    """Both layers of this rank's experts, as the kernel takes them."""
+    share = experts // dist.get_world_size()
+    local = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    layers = [
+        tuple(torch.stack(part) for part in zip(*(weights_of(expert, *shape) for expert in local), strict=True))
+        for shape in ((2 * intermediate, hidden, 1), (hidden, intermediate, 2))
     ]
-    l1, l2 = deep_gemm.transform_weights_for_mega_moe_sm90(tuple(stack[0]), tuple(stack[1]))
-    buffer.x[:tokens].copy_(x[:tokens])
-    buffer.x_sf[:tokens].copy_(x_sf[:tokens])
-    buffer.topk_idx[:tokens].copy_(ids)
-    buffer.topk_weights[:tokens].copy_(weights)
+    return deep_gemm.transform_weights_for_mega_moe_sm90(*layers)
+
+
+def run_case(deep_gemm, case, family):
+    hidden, intermediate, experts, topk, most, first, others, kind = case
+    rank = dist.get_rank()
+    tokens = first if rank == 0 else others
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(dist.group.WORLD, experts, most, topk, hidden, intermediate)
+    l1, l2 = local_weights(deep_gemm, experts, intermediate, hidden)
+
+    def fill(round_number):
+        generator = torch.Generator("cuda").manual_seed(100 * round_number + 7 + rank)
+        x, x_sf = quantised(torch.randn(max(tokens, 1), hidden, device="cuda", generator=generator), (1, 128))
+        ids = routing_of(kind, tokens, experts, topk, generator)
+        weights = torch.rand(tokens, topk, device="cuda", generator=generator)
+        for place, value in ((buffer.x, x), (buffer.x_sf, x_sf), (buffer.topk_idx, ids), (buffer.topk_weights, weights)):
+            place[:tokens].copy_(value[:tokens])
+        return x, x_sf, ids, weights
+
+    x, x_sf, ids, weights = fill(0)
     y = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="cuda")
 
     def launch(delayed):
@@ -101,7 +119,7 @@ def run_case(deep_gemm, case, family):
             torch.cuda._sleep(20_000_000)  # some 10 ms: the others meet a peer that is not there yet
         deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
         torch.cuda.synchronize()
-        return hashlib.sha256(y.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+        return digest(y)
 
     digests = {"wave": launch(None), "wave, rank 1 late": launch(1)}
     if tokens:
@@ -112,62 +130,104 @@ def run_case(deep_gemm, case, family):
         digests["difference"] = float(1 - 2 * (expected * got).sum() / energy) if energy > 0 else 0.0
         assert digests["difference"] < LARGEST_DIFFERENCE, digests
     if family == "xstage":
-        from xstage_plugin.moe.mega_moe import current_lead, set_schedule
-
-        for lead in LEADS:
-            assert set_schedule(buffer, "interleaved", lead).lead_rows == lead
-            assert current_lead(buffer) == lead
-            digests[f"lead {lead}"] = launch(None)
-            digests[f"lead {lead}, rank 0 late"] = launch(0)
-        set_schedule(buffer, "wave")
-        digests["wave again"] = launch(None)
-        digests["graph"] = replayed(deep_gemm, y, l1, l2, buffer)
+        digests |= our_digests(deep_gemm, y, l1, l2, buffer, launch)
+    digests["rounds"] = []
+    for number in range(1, ROUNDS):
+        if family == "xstage":
+            xstage_plugin.moe.set_schedule(buffer, "interleaved", number, pulls="shared")
+        fill(number)
+        digests["rounds"].append(launch(number % 2))
     buffer.destroy()
     return digests
 
 
-def replayed(deep_gemm, y, l1, l2, buffer):
-    """The same call out of a CUDA graph, under an interleaved schedule set before the capture."""
-    from xstage_plugin.moe.mega_moe import set_schedule
+def our_digests(deep_gemm, y, l1, l2, buffer, launch):
+    """Of every schedule and lead, both ways of pulling, out of a graph and through our own calls."""
+    from xstage_plugin.moe import current_schedule, mega_moe, prepare_mega_moe, set_schedule
 
-    set_schedule(buffer, "interleaved", 7)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
+    digests = {}
+    for pulls in ("stock", "shared"):
+        set_schedule(buffer, "wave", pulls=pulls)
+        digests[f"wave, {pulls}"] = launch(None)
+        for lead in LEADS:
+            chosen = set_schedule(buffer, "interleaved", lead, pulls=pulls)
+            seen = current_schedule(buffer)
+            assert (chosen.lead_rows, seen.lead_rows, seen.pulls) == (lead, lead, pulls)
+            digests[f"lead {lead}, {pulls}"] = launch(None)
+            digests[f"lead {lead}, {pulls}, rank 0 late"] = launch(0)
+        digests[f"graph, {pulls}"] = replayed(y, lambda: deep_gemm.fp8_mega_moe(y, l1, l2, buffer))
+
+    def called():
+        mega_moe(y, l1, l2, buffer, schedule="interleaved", lead=9, pulls="shared")
+
+    digests["our call"] = poisoned(y, called)
+    digests["our call, graph"] = replayed(y, called)
+    tokens = len(y)
+    inputs = (buffer.x[:tokens], buffer.x_sf[:tokens], buffer.topk_idx[:tokens], buffer.topk_weights[:tokens])
+    call = prepare_mega_moe(l1, l2, buffer, schedule="interleaved", lead=5, pulls="shared")
+    torch.compiler.reset()  # the same lambda again for every case would be one too many at some point
+    whole = torch.compile(lambda *inputs: call(*inputs, l1, l2) * 1, backend="aot_eager", fullgraph=True, dynamic=False)
+    digests["operator"] = poisoned(y, lambda: y.copy_(whole(*inputs)))
+    digests["operator, copied inputs"] = poisoned(y, lambda: y.copy_(call(*(part.clone() for part in inputs), l1, l2)))
+    return digests
+
+
+def digest(y):
+    return hashlib.sha256(y.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+
+
+def poisoned(y, call):
+    """Digest of what ``call`` writes into ``y``."""
     y.fill_(float("nan"))
     torch.cuda.synchronize()
     dist.barrier()
-    graph.replay()
+    call()
     torch.cuda.synchronize()
-    return hashlib.sha256(y.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+    return digest(y)
+
+
+def replayed(y, call):
+    """Digest of what ``call`` writes when it comes out of a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return poisoned(y, graph.replay)
 
 
 def check_faults(deep_gemm):
     """What must be an error on every rank, before any launch."""
-    from xstage_plugin.moe.mega_moe import ScheduleMismatchError, current_lead, set_schedule
+    from xstage_plugin.errors import XStageError
+    from xstage_plugin.moe import current_schedule, mega_moe, set_schedule
+
+    def told(step):
+        try:
+            step()
+        except XStageError as error:
+            return str(error)
+        return "no error"
 
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(dist.group.WORLD, 8, 64, 2, 1024, 512)
     rank = dist.get_rank()
-    messages = {}
-    for name, arguments in {
-        "different leads": ("interleaved", 5 + rank),
-        "different schedules": ("wave",) if rank == 0 else ("interleaved", 9),
-        "one rank asks for nonsense": ("interleaved", 0) if rank == 1 else ("interleaved", 9),
-        "a lead of 0": ("interleaved", 0),
-    }.items():
-        try:
-            set_schedule(buffer, *arguments)
-            messages[name] = "no error"
-        except ScheduleMismatchError as error:
-            messages[name] = str(error)
-    messages["lead afterwards"] = str(current_lead(buffer))
-    try:
-        set_schedule(buffer, "auto", platform="paper-148sm")
-        messages["platform of another GPU"] = "no error"
-    except ScheduleMismatchError as error:
-        messages["platform of another GPU"] = str(error)
+    messages = {
+        name: told(lambda arguments=arguments: set_schedule(buffer, *arguments))
+        for name, arguments in {
+            "different leads": ("interleaved", 5 + rank),
+            "different schedules": ("wave",) if rank == 0 else ("interleaved", 9),
+            "one rank asks for nonsense": ("interleaved", 0) if rank == 1 else ("interleaved", 9),
+            "a lead of 0": ("interleaved", 0),
+        }.items()
+    }
+    messages["lead afterwards"] = str(current_schedule(buffer).lead_rows)
+    messages["platform of another GPU"] = told(lambda: set_schedule(buffer, "auto", platform="paper-148sm"))
     messages["auto"] = set_schedule(buffer, "auto", platform="h200-nvlink-pair").schedule
+    # Weights of the wrong shape on one rank: the other would wait in the kernel for a peer that never comes.
+    l1, l2 = local_weights(deep_gemm, 8, 512, 1024)
+    y = torch.empty(64, 1024, dtype=torch.bfloat16, device="cuda")
+    messages["one rank cannot run"] = told(lambda: mega_moe(y, l1 if rank == 0 else l2, l2, buffer))
+    messages["hidden"] = told(lambda: deep_gemm.get_symm_buffer_for_mega_moe(dist.group.WORLD, 8, 64, 2, 1088, 512))
+    deep_gemm.set_num_sms(131)
+    messages["odd SMs"] = told(lambda: mega_moe(y, l1, l2, buffer))
+    deep_gemm.set_num_sms(132)
     buffer.destroy()
     return messages
 
@@ -182,8 +242,6 @@ def main():
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     results = {}
     if arguments.family == "xstage":
-        import xstage_plugin
-
         xstage_plugin.register()
     import deep_gemm
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).with_name("mega_moe_ranks.py")
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -40,10 +40,16 @@ def families(tmp_path_factory):
 def test_every_schedule_and_every_lead_gives_the_stock_kernels_bits(families):
     for stock, ours in zip(families["stock"], families["xstage"], strict=True):
         for case, digests in stock.items():
-            arms = {name: value for name, value in ours[case].items() if name != "difference"}
+            arms = {name: value for name, value in ours[case].items() if name not in ("difference", "rounds")}
             assert set(arms.values()) == {digests["wave"]}, (case, arms)
             assert digests["wave, rank 1 late"] == digests["wave"]
-            assert len(arms) > 10
+            assert len(arms) > 28
+
+
+def test_a_buffer_that_is_used_again_gives_the_new_inputs_bits(families):
+    for stock, ours in zip(families["stock"], families["xstage"], strict=True):
+        for case, digests in stock.items():
+            assert ours[case]["rounds"] == digests["rounds"], case
 
 
 def test_the_overlay_is_what_was_compiled(families):
@@ -62,4 +68,7 @@ def test_what_the_ranks_disagree_on_is_an_error_on_all_of_them_and_changes_nothi
     assert first["a lead of 0"].startswith("rank 0: lead is 0; expected")
     assert first["lead afterwards"] == "0"
     assert "is of sm_100 and this GPU of sm_90" in first["platform of another GPU"]
+    assert first["one rank cannot run"].startswith("MegaMoE cannot run this call: rank 1: l1_weights is '(4, 1024, 512)")
+    assert first["hidden"] == "MegaMoE takes no such buffer: hidden 1088 is no multiple of 256"
+    assert "DeepGEMM is set to 131 SMs" in first["odd SMs"]
     assert first["auto"] == "wave"  # 64 tokens a rank are too few to interleave

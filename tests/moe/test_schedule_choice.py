@@ -1,11 +1,13 @@
 """What a call asks for, before any GPU: names and leads are checked, auto is the advisor's answer."""
 
+from dataclasses import replace
+
 import pytest
 
 from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.routing import balanced_routing
-from xstage_plugin.moe.schedule_choice import choose_schedule, parse_lead
+from xstage_plugin.moe.schedule_choice import LARGEST_LEAD, ScheduleChoice, choose_schedule, parse_lead
 from xstage_plugin.moe.workload import MoeWorkload
 
 PAIR = load_platform("h200-nvlink-pair")
@@ -26,6 +28,42 @@ def test_what_is_asked_for_is_done():
     assert choose_schedule(COARSE, "interleaved", 12, PAIR).lead_rows == 12
     assert choose_schedule(COARSE, "interleaved", "auto", PAIR).lead_rows == 5
     assert choose_schedule(FINE, "auto", 50, PAIR).lead_rows == 50
+
+
+@pytest.mark.parametrize(
+    ("asked", "can_share", "ranks", "pulls"),
+    [
+        ("auto", True, 2, "shared"),
+        ("auto", False, 2, "stock"),  # a kernel that has none
+        ("auto", True, 1, "stock"),  # nobody to pull from
+        ("stock", True, 2, "stock"),
+        ("shared", True, 1, "shared"),
+    ],
+)
+def test_pulls_are_shared_where_that_can_gain(asked, can_share, ranks, pulls):
+    workload = replace(FINE, ranks=ranks)
+    for schedule in ("auto", "wave", "interleaved"):
+        assert choose_schedule(workload, schedule, "auto", PAIR, asked, can_share).pulls == pulls
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"),
+    [
+        (ScheduleChoice(0, ""), 0),
+        (ScheduleChoice(33, ""), 33),
+        (ScheduleChoice(0, "", "shared"), 0x10000),
+        (ScheduleChoice(LARGEST_LEAD, "", "shared"), 0x1FFFF),
+    ],
+)
+def test_the_word_that_the_kernel_reads(choice, word):
+    assert choice.word == word
+
+
+def test_shared_pulls_of_a_kernel_without_them_are_refused():
+    with pytest.raises(InvalidInputError, match="pulls is 'shared', which the kernel of this GPU has not"):
+        choose_schedule(FINE, "auto", "auto", PAIR, "shared", can_share=False)
+    with pytest.raises(InvalidInputError, match="pulls is 'fast'; expected one of auto, stock, shared"):
+        choose_schedule(FINE, "auto", "auto", PAIR, "fast")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,9 @@ def sha256(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+UNRUN = 'status = "unrun"\nreason = "nobody ran it"'
+
+
 class World:
     """One fabricated library in ``site``, the pins of it in ``patches``, and a cache of its own."""
 
@@ -114,6 +117,7 @@ class World:
         if shadow:
             text += '[[shadow]]\npath = "deep_gemm/scheduler/mega_moe.cuh"\nsource = "patches/ours/mega_moe.cuh"\n'
             text += 'original_as = "deep_gemm/scheduler/mega_moe.upstream.cuh"\n'
+            text += "[schedule_word]\nfirst_byte = 12\n"
             text += '[[add]]\npath = "deep_gemm/xstage/order.hpp"\nsource = "patches/ours/order.hpp"\n'
         (self.patches / name).mkdir(parents=True, exist_ok=True)
         (self.patches / name / "pin.toml").write_text(text)
@@ -124,6 +128,10 @@ class World:
             'kind = "submodule"\nrepository = "https://example.invalid/fake"\n'
             f'commit = "{"a" * 40}"\npath = "third_party/Fake"\npackage_path = "deep_gemm"\n',
         )
+
+    def make_unrun(self):
+        """The installed release is one whose kernels nobody ran."""
+        self.write_pin(self.name, 'kind = "wheel"\npackage = "fake-gemm"\nversion = "1.0"\n', UNRUN)
 
     @property
     def pin(self):

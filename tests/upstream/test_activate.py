@@ -14,6 +14,7 @@ from xstage_plugin.upstream.errors import (
     MismatchError,
     NotInEffectError,
     NotInstalledError,
+    UnrunTargetError,
     UpstreamError,
 )
 from xstage_plugin.upstream.overlay import build_overlay, plan_overlay
@@ -155,6 +156,44 @@ def test_a_tree_that_carries_our_change_itself_needs_no_overlay(world):
     assert made.in_place
     assert made.library_root == world.package.resolve()
     assert not world.cache.exists()
+
+
+def test_what_nobody_ran_is_refused_with_the_reason_and_the_way_to_use_it(readable_world):
+    readable_world.make_unrun()
+    with pytest.raises(
+        UnrunTargetError,
+        match=r"fake-gemm-1\.0 is unrun: nobody ran it; .* XSTAGE_ALLOW_UNRUN=1 or register\(allow_unrun=True\)$",
+    ) as caught:
+        ensure_active()
+    assert "\n" not in str(caught.value)
+    assert "deep_gemm" not in sys.modules
+    with pytest.raises(UnrunTargetError):
+        activate(imported(), prepare().overlay, fresh=True)
+    assert active() is None
+
+
+@pytest.mark.parametrize(("variable", "allowed"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_may_allow_what_nobody_ran(readable_world, monkeypatch, variable, allowed):
+    readable_world.make_unrun()
+    monkeypatch.setenv("XSTAGE_ALLOW_UNRUN", variable)
+    if allowed:
+        assert ensure_active().pin.name == readable_world.name
+        assert prove().in_effect
+    else:
+        with pytest.raises(UnrunTargetError):
+            ensure_active()
+
+
+def test_a_caller_may_allow_what_nobody_ran(readable_world):
+    readable_world.make_unrun()
+    assert ensure_active(allow_unrun=True) is active()
+
+
+def test_a_library_that_calls_its_search_for_cuda_by_the_newer_name_is_taken(readable_world):
+    package = readable_world.package / "__init__.py"
+    package.write_text(package.read_text().replace("_find_cuda_home", "find_cuda_home"))
+    ensure_active()
+    assert prove().in_effect
 
 
 def test_before_an_activation_nothing_is_in_effect(world):

@@ -31,6 +31,25 @@ def test_it_follows_the_overlay_from_ready_to_active(readable_world):
     assert status_document()["verdict"].startswith("fake-gemm-1.0: active")
 
 
+def test_what_nobody_ran_is_built_and_shown_as_such(readable_world):
+    readable_world.make_unrun()
+    why = "unrun: nobody ran it; it is used only with XSTAGE_ALLOW_UNRUN=1 or register(allow_unrun=True)"
+    assert (target()["status"], target()["verdict"]) == ("unrun", f"overlay not built yet; {why}")
+    prepare()
+    assert target()["verdict"] == f"overlay built; {why}"
+    ensure_active(allow_unrun=True)
+    assert target()["verdict"].startswith("active: ")
+
+
+def test_the_command_line_builds_what_nobody_ran_and_says_so(world, run):
+    world.make_unrun()
+    code, out, _ = run("overlay", "build")
+    assert code == 0
+    assert "unrun: nobody ran it; it is used only with XSTAGE_ALLOW_UNRUN=1" in out
+    built = json.loads(run("overlay", "build", "--json")[1])
+    assert (built["status"], built["built_now"]) == ("unrun", False)
+
+
 def test_a_file_that_differs_is_named(world):
     (world.include / "deep_gemm/layout/rooms.cuh").write_text("edited")
     assert target()["differing_files"] == ["deep_gemm/layout/rooms.cuh"]

@@ -12,47 +12,73 @@ from xstage_plugin.moe.workload import MoeWorkload
 
 AUTO = "auto"
 SCHEDULES = (AUTO, WAVE, INTERLEAVED)
-# The word that the kernel reads holds the lead in its lower 16 bits; 0 there is the expert wave.
+STOCK_PULLS, SHARED_PULLS = "stock", "shared"
+PULLS = (AUTO, STOCK_PULLS, SHARED_PULLS)
+# The word that the kernel reads holds the lead in its lower 16 bits (0 there is the expert wave), and above it the pulls.
 LARGEST_LEAD = 2**16 - 1
+SHARED_PULLS_BIT = 1 << 16
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule to run: ``lead_rows`` is 0 for the expert wave. ``reason`` is the advisor's, or that it was asked for."""
+    """A schedule to run.
+
+    Attributes:
+        lead_rows: rows that Linear-1 stays ahead, 0 for the expert wave.
+        reason: the advisor's, or that it was asked for.
+        pulls: ``stock``, or ``shared``: Dispatch brings a token over the link once for all experts of a rank.
+    """
 
     lead_rows: int
     reason: str
+    pulls: str = STOCK_PULLS
 
     @property
     def schedule(self) -> str:
         return INTERLEAVED if self.lead_rows else WAVE
 
+    @property
+    def word(self) -> int:
+        """What the kernel reads."""
+        return self.lead_rows | (SHARED_PULLS_BIT if self.pulls == SHARED_PULLS else 0)
 
-def choose_schedule(workload: MoeWorkload, schedule: str, lead: str | int, platform: PlatformModel) -> ScheduleChoice:
-    """The choice that ``schedule`` and ``lead`` ask for; ``auto`` asks the advisor.
+
+def choose_schedule(
+    workload: MoeWorkload,
+    schedule: str,
+    lead: str | int,
+    platform: PlatformModel,
+    pulls: str = AUTO,
+    can_share: bool = True,
+) -> ScheduleChoice:
+    """The choice that ``schedule``, ``lead`` and ``pulls`` ask for; ``auto`` asks the advisor.
 
     Args:
         workload: the same on all ranks, so that they decide alike.
-        schedule: ``auto``, ``wave`` or ``interleaved``.
+        schedule: the order of tiles: ``auto``, ``wave`` or ``interleaved``.
         lead: rows that Linear-1 stays ahead under ``interleaved``, or ``auto`` for the advisor's.
         platform: what the advisor decides by.
+        pulls: ``stock``, ``shared``, or ``auto``: shared wherever there are ranks to pull from and the kernel can.
+        can_share: the kernel has shared pulls.
 
     Raises:
-        InvalidInputError: another schedule, a lead that is no number from 1 to 65535, or a lead under ``wave``.
+        InvalidInputError: a name that is none of these, a lead that is no number from 1 to 65535, a lead under ``wave``, or
+            shared pulls of a kernel that has none.
     """
     if schedule not in SCHEDULES:
         raise InvalidInputError(f"schedule is {shown(schedule)}; expected one of {', '.join(SCHEDULES)}")
+    pulls = _pulls(pulls, can_share, workload.ranks)
     rows = _lead(lead)
     if schedule == WAVE:
         if rows is not None:
             raise InvalidInputError(f"lead is {rows} under schedule 'wave'; a lead goes with 'interleaved' or 'auto'")
-        return ScheduleChoice(0, "asked for")
+        return ScheduleChoice(0, "asked for", pulls)
     if schedule == INTERLEAVED and rows is not None:
-        return ScheduleChoice(rows, "asked for")
+        return ScheduleChoice(rows, "asked for", pulls)
     decision = advise_moe(platform, workload)
     if schedule == AUTO and decision.schedule == WAVE:
-        return ScheduleChoice(0, decision.reason)
-    return ScheduleChoice(rows or min(decision.lead_knee_rows, LARGEST_LEAD), decision.reason)
+        return ScheduleChoice(0, decision.reason, pulls)
+    return ScheduleChoice(rows or min(decision.lead_knee_rows, LARGEST_LEAD), decision.reason, pulls)
 
 
 def parse_lead(text: str) -> str | int:
@@ -67,6 +93,16 @@ def parse_lead(text: str) -> str | int:
         return int(text)
     except ValueError:
         raise InvalidInputError(f"lead is {shown(text)}; expected 'auto' or a whole number of rows") from None
+
+
+def _pulls(pulls: str, can_share: bool, ranks: int) -> str:
+    if pulls not in PULLS:
+        raise InvalidInputError(f"pulls is {shown(pulls)}; expected one of {', '.join(PULLS)}")
+    if pulls == SHARED_PULLS and not can_share:
+        raise InvalidInputError("pulls is 'shared', which the kernel of this GPU has not; expected 'auto' or 'stock'")
+    if pulls == AUTO:
+        return SHARED_PULLS if can_share and ranks > 1 else STOCK_PULLS
+    return pulls
 
 
 def _lead(lead: str | int) -> int | None:

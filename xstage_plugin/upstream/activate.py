@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from xstage_plugin.upstream.check import choose_pin, is_applied_in_place, require_match
+from xstage_plugin.upstream.check import choose_pin, is_applied_in_place, require_match, require_run
 from xstage_plugin.upstream.compiler_state import CompilerState, read_compiler_state
 from xstage_plugin.upstream.errors import (
     AlreadyCompiledError,
@@ -83,8 +83,10 @@ def prepare() -> Prepared:
     return Prepared(installed, pin, build_overlay(plan_overlay(pin, installed.include_root)))
 
 
-def ensure_active() -> Activation:
+def ensure_active(allow_unrun: bool = False) -> Activation:
     """:func:`prepare`, import the library if nobody has, :func:`activate`. Call it before the first kernel of this process.
+
+    ``allow_unrun``, or XSTAGE_ALLOW_UNRUN=1: also a target whose kernels nobody ever ran.
 
     Raises:
         UpstreamError: as :func:`prepare` and :func:`activate`.
@@ -94,6 +96,7 @@ def ensure_active() -> Activation:
         if _active is not None:
             return _active
         prepared = prepare()
+        require_run(prepared.pin, allow_unrun)
         fresh = IMPORT_NAME not in sys.modules
         try:
             module = importlib.import_module(IMPORT_NAME)
@@ -102,22 +105,24 @@ def ensure_active() -> Activation:
             raise NotInstalledError(f"{prepared.installed} does not import ({first}); see its requirements") from None
         if prepared.overlay is None:
             return _record(Activation(prepared.pin, _root_of(module), _root_of(module), in_place=True))
-        return activate(module, prepared.overlay, fresh=fresh)
+        return activate(module, prepared.overlay, fresh=fresh, allow_unrun=allow_unrun)
 
 
-def activate(module: ModuleType, overlay: Overlay, fresh: bool = False) -> Activation:
+def activate(module: ModuleType, overlay: Overlay, fresh: bool = False, allow_unrun: bool = False) -> Activation:
     """Make the imported ``module`` compile from ``overlay``. The same overlay twice is once.
 
     ``fresh`` is the caller's word that the module was imported just now and nothing called; it counts where the state of the
-    host library cannot be read.
+    host library cannot be read. ``allow_unrun`` is as in :func:`ensure_active`.
 
     Raises:
+        UnrunTargetError: the overlay's kernels were never run, and nobody allowed that.
         AlreadyCompiledError: a kernel was compiled before, or nobody can tell.
         MismatchError: ``module`` is not the package that the overlay was made for, or the overlay has changed since.
         UpstreamError: another overlay is active.
         NotInEffectError: the library took the call and still reads another root.
     """
     with _lock:
+        require_run(overlay.plan.pin, allow_unrun)
         if _active is not None:
             if _active.library_root == overlay.root:
                 return _active
@@ -210,7 +215,8 @@ def _init(module: ModuleType, library_root: Path) -> None:
     """Upstream's own initialisation with another root and its own CUDA home."""
     library: Any = module
     try:
-        library._C.init(str(library_root), library._find_cuda_home())
+        find_cuda_home = getattr(library, "_find_cuda_home", None) or library.find_cuda_home  # renamed in 0.2
+        library._C.init(str(library_root), find_cuda_home())
     except Exception as error:  # AttributeError, an assertion on CUDA's home, or an error of the binding
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotInEffectError(f"{module.__name__}: its init cannot be called ({first}); is CUDA_HOME set?") from None

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from xstage_plugin import env
 from xstage_plugin.upstream.errors import (
     HeaderError,
     MismatchError,
     NotInstalledError,
     TargetRefusedError,
     UnknownVersionError,
+    UnrunTargetError,
 )
 from xstage_plugin.upstream.find import Installed
-from xstage_plugin.upstream.pins import Pin, Role, source_bytes
+from xstage_plugin.upstream.pins import Pin, Role, Status, source_bytes
 
 HASHED_PREFIX = "deep_gemm"
 
@@ -100,15 +102,42 @@ def choose_pin(installed: Installed, pins: Mapping[str, Pin]) -> Pin:
     if any(pin.package == installed.package for pin in known if pin.kind == "wheel"):
         for pin in known:
             if (pin.package, pin.version) == (installed.package, installed.version):
-                return _ready(pin)
+                return require_overlay(pin)
         raise UnknownVersionError(
             f"{installed.package} {installed.version} has no pin; known: {_known(known, installed)}; the stock one still works"
         )
     sources = [pin for pin in known if pin.kind == "submodule"]
     for pin in sources:
         if not mismatches(compare(pin, installed.include_root)):
-            return _ready(pin)
+            return require_overlay(pin)
     raise UnknownVersionError(f"{installed} has the headers of no pin; known: {_known(known, installed)}")
+
+
+def require_overlay(pin: Pin) -> Pin:
+    """``pin``, where it has something to build.
+
+    Raises:
+        TargetRefusedError: it has no shadow header yet.
+    """
+    if not pin.has_overlay:
+        raise TargetRefusedError(f"{pin.name} is known and not supported yet: {pin.reason}")
+    return pin
+
+
+def require_run(pin: Pin, allow_unrun: bool) -> Pin:
+    """``pin``, where its kernels were run and compared, or the caller takes it as it is.
+
+    Raises:
+        UnrunTargetError: with the reason, and how to allow it.
+    """
+    if pin.status is Status.UNRUN and not (allow_unrun or env.allow_unrun()):
+        raise UnrunTargetError(f"{pin.name} is {unrun_note(pin)}")
+    return pin
+
+
+def unrun_note(pin: Pin) -> str:
+    """What an unrun target is and how it is used all the same, on one line."""
+    return f"unrun: {pin.reason}; it is used only with {env.ALLOW_UNRUN}=1 or register(allow_unrun=True)"
 
 
 def is_applied_in_place(checks: Iterable[FileCheck]) -> bool:
@@ -172,6 +201,7 @@ _LANGUAGE = set(
     reinterpret_cast requires return short signed size_t sizeof static static_assert static_cast std struct switch template
     this true type typedef typename uint8_t uint16_t uint32_t uint64_t union unsigned using value virtual void volatile while
     define defined elif endif error ifdef ifndef undef i j m n x blockIdx threadIdx gridDim blockDim __syncwarp
+    __all_sync __ballot_sync __popc __shfl_sync __ldcg __forceinline__
     __reduce_add_sync __host__ __device__ __CUDACC__ __CUDA_ARCH__ T""",
     )
 )
@@ -191,12 +221,6 @@ def _is_applied(pin: Pin, path: str, include_root: Path, patches: Path | None) -
     )
 
 
-def _ready(pin: Pin) -> Pin:
-    if not pin.ready:
-        raise TargetRefusedError(f"{pin.name} is known and not supported yet: {pin.reason}")
-    return pin
-
-
 def _known(pins: Iterable[Pin], installed: Installed) -> str:
     mine = [pin for pin in pins if pin.import_name == installed.import_name]
-    return ", ".join(f"{pin.name}" + ("" if pin.ready else " (not yet)") for pin in mine)
+    return ", ".join(f"{pin.name}" + ("" if pin.ready else f" ({pin.status.value})") for pin in mine)

@@ -21,6 +21,10 @@ class TargetRefusedError(UpstreamError):
     """The version is known, and there is no shadow header for it (yet); the message says why."""
 
 
+class UnrunTargetError(TargetRefusedError):
+    """The overlay builds and its kernels compile, and nobody ever ran them; the message says why, and how to allow it."""
+
+
 class MismatchError(UpstreamError):
     """A file of the upstream library is not the pinned one; the message names it."""
 

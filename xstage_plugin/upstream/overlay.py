@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from xstage_plugin import env
-from xstage_plugin.upstream.check import require_hashable, require_match
-from xstage_plugin.upstream.errors import OverlayError, TargetRefusedError
-from xstage_plugin.upstream.pins import INCLUDE, Pin, source_bytes
+from xstage_plugin.upstream.check import require_hashable, require_match, require_overlay
+from xstage_plugin.upstream.errors import OverlayError
+from xstage_plugin.upstream.insertions import insert, parse_insertions
+from xstage_plugin.upstream.pins import INCLUDE, Patch, Pin, source_bytes
 
 SCHEMA = "xstage-overlay/1"
 MANIFEST = "overlay.json"
@@ -107,11 +108,11 @@ def plan_overlay(pin: Pin, include_root: Path, patches: Path | None = None) -> O
         HeaderError: a header of ours is missing, or has includes that upstream's compiler refuses.
         OverlayError: the installed tree cannot be listed, or has something where a header of ours goes.
     """
-    if not pin.ready:
-        raise TargetRefusedError(f"{pin.name} is known and not supported yet: {pin.reason}")
+    require_overlay(pin)
     include_root = include_root.resolve()
     require_match(pin, include_root, patches)
     contents = {added.path: source_bytes(added.source, patches) for added in pin.ours}
+    contents |= {patch.path: _patched(patch, include_root, patches) for patch in pin.patches}
     originals = {shadow.original_as: str(include_root / shadow.path) for shadow in pin.shadows}
     for path in (*(added.path for added in pin.additions), *originals):
         if os.path.lexists(include_root / path):
@@ -130,6 +131,13 @@ def plan_overlay(pin: Pin, include_root: Path, patches: Path | None = None) -> O
         require_hashable(path, text, lambda p: p in contents or p in originals or (include_root / p).is_file())
     digest = _digest(pin, include_root, links, contents)
     return OverlayPlan(pin, include_root, dict(sorted(links.items())), contents, folders, digest)
+
+
+def _patched(patch: Patch, include_root: Path, patches: Path | None) -> bytes:
+    """Upstream's header with our lines. Its hash was checked, so that what is read is what the patch was made for."""
+    insertions = parse_insertions(source_bytes(patch.source, patches).decode("utf-8", errors="replace"), patch.source)
+    original = (include_root / patch.path).read_text(encoding="utf-8")
+    return insert(original, insertions, patch.source).encode()
 
 
 def find_overlay(plan: OverlayPlan) -> Overlay | None:

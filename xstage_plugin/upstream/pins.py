@@ -25,7 +25,20 @@ class Role(str, enum.Enum):
     """What a pinned file is to us: replaced by a shadow header, or read by it or by the kernels that instantiate it."""
 
     SHADOWED = "shadowed"
+    PATCHED = "patched"
     RELIED_ON = "relied on"
+
+
+class Status(str, enum.Enum):
+    """How far a target is.
+
+    READY: its shadow header was run on a GPU and compared. UNRUN: the overlay builds and its kernels compile, and nobody ever
+    ran them; it is activated for whoever asks for just that. NOT_YET: there is no shadow header.
+    """
+
+    READY = "ready"
+    UNRUN = "unrun"
+    NOT_YET = "not yet"
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,14 @@ class Shadow(Addition):
 
 
 @dataclass(frozen=True)
+class Patch:
+    """Lines of ours for upstream's header at ``path``: an insertion-only diff at ``source``, which is as an addition's."""
+
+    path: str
+    source: str
+
+
+@dataclass(frozen=True)
 class HostSymbols:
     """Where a running process keeps the state of the run-time compiler.
 
@@ -76,8 +97,9 @@ class HostSymbols:
 class Pin:
     """One upstream version. ``kind`` is "wheel" (package, version) or "submodule" (repository, commit, path, package_path).
 
-    ``reason`` says why a target is known but has no shadow header; it is empty where the target is ready.
-    ``names`` are the upstream identifiers that our shadow header may use.
+    ``reason`` says why a target is not ready; it is empty where it is. ``names`` are the upstream identifiers that our shadow
+    headers may use. ``schedule_word_byte`` is the first byte, in the symmetric buffer, of the 32 bits that carry the schedule
+    to the kernels; None where there is no shadow header.
     """
 
     name: str
@@ -85,6 +107,7 @@ class Pin:
     import_name: str
     arch: tuple[str, ...]
     why: str
+    status: Status
     files: tuple[PinnedFile, ...]
     package: str = ""
     version: str = ""
@@ -96,11 +119,18 @@ class Pin:
     names: tuple[str, ...] = ()
     shadows: tuple[Shadow, ...] = ()
     additions: tuple[Addition, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    schedule_word_byte: int | None = None
     host: HostSymbols | None = None
 
     @property
     def ready(self) -> bool:
-        return not self.reason
+        return self.status is Status.READY
+
+    @property
+    def has_overlay(self) -> bool:
+        """Whether there is something to build: the target is ready, or unrun."""
+        return self.status is not Status.NOT_YET
 
     @property
     def ours(self) -> tuple[Addition, ...]:
@@ -152,7 +182,7 @@ def read_pin(path: Path) -> Pin:
     table = _PinTable.read_pin(path)
     if table.text("schema") != SCHEMA:
         raise InvalidInputError(f"{path}: 'schema' is {table.text('schema')!r}; expected {SCHEMA!r}")
-    kind, status = table.choice("kind", ("wheel", "submodule")), table.choice("status", ("ready", "not yet"))
+    kind, status = table.choice("kind", ("wheel", "submodule")), Status(table.choice("status", tuple(Status)))
     wheel, submodule = kind == "wheel", kind == "submodule"
     pin = Pin(
         name=table.text("name"),
@@ -160,6 +190,7 @@ def read_pin(path: Path) -> Pin:
         import_name=table.text("import_name"),
         arch=table.texts("arch"),
         why=table.text("why"),
+        status=status,
         files=tuple(_file(entry) for entry in table.tables("file")),
         package=table.text("package") if wheel else "",
         version=table.text("version") if wheel else "",
@@ -167,10 +198,12 @@ def read_pin(path: Path) -> Pin:
         commit=table.matching("commit", r"[0-9a-f]{40}", "a full commit in hex") if submodule else "",
         path=_relative(table, "path") if submodule else "",
         package_path=_relative(table, "package_path") if submodule else "",
-        reason=table.text("reason") if status == "not yet" else "",
+        reason="" if status is Status.READY else table.text("reason"),
         names=table.texts("names") if "names" in table else (),
         shadows=tuple(_shadow(entry) for entry in (table.tables("shadow") if "shadow" in table else ())),
         additions=tuple(_addition(entry) for entry in (table.tables("add") if "add" in table else ())),
+        patches=tuple(_patch(entry) for entry in (table.tables("patch") if "patch" in table else ())),
+        schedule_word_byte=_word_byte(table.table("schedule_word")) if "schedule_word" in table else None,
         host=_host(table.table("host")) if "host" in table else None,
     )
     _check_consistent(pin, path)
@@ -238,6 +271,17 @@ def _addition(entry: Table) -> Addition:
     return Addition(_relative(entry, "path"), _source(entry))
 
 
+def _patch(entry: Table) -> Patch:
+    return Patch(_relative(entry, "path"), _source(entry))
+
+
+def _word_byte(entry: Table) -> int:
+    byte = entry.integer("first_byte")
+    if byte < 0 or byte % 4:
+        raise InvalidInputError(f"{entry.where}: 'first_byte' is {byte}; expected a multiple of 4, from 0")
+    return byte
+
+
 def _host(entry: Table) -> HostSymbols:
     hashes = _PinTable.of(entry.table("sha256")) if "sha256" in entry else None
     return HostSymbols(
@@ -276,8 +320,13 @@ def _check_consistent(pin: Pin, path: Path) -> None:
     placed += [shadow.original_as for shadow in pin.shadows]
     if len(set(placed)) != len(placed):
         raise InvalidInputError(f"{path}: a path stands twice among file, add and original_as; expected each once")
-    if pin.ready != bool(pin.shadows):
-        raise InvalidInputError(f"{path}: status and shadows disagree; expected [[shadow]] exactly where status is 'ready'")
+    if pin.has_overlay != bool(pin.shadows):
+        raise InvalidInputError(f"{path}: status and shadows disagree; expected [[shadow]] exactly where it is not 'not yet'")
+    if pin.has_overlay != (pin.schedule_word_byte is not None):
+        raise InvalidInputError(f"{path}: status and word disagree; expected [schedule_word] exactly where there is [[shadow]]")
     shadowed = {pinned.path for pinned in pin.files if pinned.role is Role.SHADOWED}
-    if pin.ready and shadowed != {shadow.path for shadow in pin.shadows}:
+    if pin.has_overlay and shadowed != {shadow.path for shadow in pin.shadows}:
         raise InvalidInputError(f"{path}: the files of role 'shadowed' are not the paths of [[shadow]]; expected the same set")
+    patched = {pinned.path for pinned in pin.files if pinned.role is Role.PATCHED}
+    if patched != {patch.path for patch in pin.patches}:
+        raise InvalidInputError(f"{path}: the files of role 'patched' are not the paths of [[patch]]; expected the same set")

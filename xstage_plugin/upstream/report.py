@@ -6,7 +6,7 @@ from typing import Any
 
 from xstage_plugin.errors import XStageError
 from xstage_plugin.upstream import activate
-from xstage_plugin.upstream.check import compare, is_applied_in_place, mismatches
+from xstage_plugin.upstream.check import compare, is_applied_in_place, mismatches, unrun_note
 from xstage_plugin.upstream.find import Installed, probe_installed
 from xstage_plugin.upstream.overlay import find_overlay, overlays_folder, plan_overlay
 from xstage_plugin.upstream.pins import Pin, load_pins
@@ -37,7 +37,7 @@ def target_status(pin: Pin, installed: Installed) -> dict[str, Any]:
     status: dict[str, Any] = {
         "target": pin.name,
         "arch": list(pin.arch),
-        "ready": pin.ready,
+        "status": pin.status.value,
         "installed_version": None,
         "matches": None,
         "differing_files": [],
@@ -60,7 +60,7 @@ def target_status(pin: Pin, installed: Installed) -> dict[str, Any]:
     status["differing_files"] = [check.path for check in wrong]
     if wrong:
         return {**status, "verdict": f"refused: {wrong[0].path} {wrong[0].state.value}; the stock library still works"}
-    if not pin.ready:
+    if not pin.has_overlay:
         return {**status, "verdict": f"known and not supported yet: {pin.reason}"}
     if is_applied_in_place(checks):
         return {**status, "verdict": "the tree carries the change itself; it needs no overlay"}
@@ -72,7 +72,8 @@ def target_status(pin: Pin, installed: Installed) -> dict[str, Any]:
         return {**status, "verdict": str(error)}
     if status["active"]:
         return {**status, "verdict": f"active: {activate.prove().detail}"}
-    return {**status, "verdict": "ready, overlay built" if status["overlay_built"] else "ready, overlay not built yet"}
+    built = "overlay built" if status["overlay_built"] else "overlay not built yet"
+    return {**status, "verdict": f"ready, {built}" if pin.ready else f"{built}; {unrun_note(pin)}"}
 
 
 def _overall(targets: list[dict[str, Any]], installed: Any) -> str:

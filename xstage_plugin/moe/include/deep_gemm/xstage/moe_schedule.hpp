@@ -27,13 +27,15 @@ struct Tile {
     uint32_t n_block_idx;  // tile within the row
 };
 
-// The schedule as one 32-bit word, so that a call can choose it at run time: the lead in rows, 0 for the expert wave.
+// The schedule as one 32-bit word, so that a call can choose it at run time: the lead in rows, 0 for the expert wave, and
+// whether Dispatch shares its pulls (pull_tokens.cuh).
 struct ScheduleWord {
-    static constexpr uint32_t kLeadMask = 0xffff;
+    static constexpr uint32_t kLeadMask = 0xffff, kSharedPulls = 0x10000;
 
     uint32_t value;
 
     XSTAGE_HOST_DEVICE uint32_t lead() const { return value & kLeadMask; }
+    XSTAGE_HOST_DEVICE bool shares_pulls() const { return (value & kSharedPulls) != 0; }
 };
 
 // A position in one stream. `tile_idx` counts from the first tile of `expert_idx` and may lie beyond that expert until

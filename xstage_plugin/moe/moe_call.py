@@ -1,0 +1,297 @@
+"""The call: MegaMoE with a schedule of its own, checked before it launches, plainly or as a torch operator.
+
+``torch.ops.xstage.mega_moe`` takes tensors and returns one, so that torch.compile may order and fuse around it as around any
+product; it copies what does not lie in the symmetric buffer yet. It can be captured in a CUDA graph, which then sets its own
+schedule at each replay.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from xstage_plugin.checks import shown
+from xstage_plugin.errors import InvalidInputError, XStageError
+from xstage_plugin.moe.buffer_schedule import plan_schedule
+from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, SHARED_PULLS, SHARED_PULLS_BIT, STOCK_PULLS, ScheduleChoice
+from xstage_plugin.moe.schedule_word import write_choice
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = tuple[torch.Tensor, torch.Tensor]
+
+DESTROYED = "the symmetric buffer was destroyed; make a new one"
+AS_SET = -1  # the operator leaves the word alone
+_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class CompileError(XStageError):
+    """A rank refuses the first call of a buffer or cannot compile it; raised on all of them, and nothing was launched."""
+
+
+@dataclass(frozen=True)
+class MegaMoeCall:
+    """MegaMoE on one buffer under one schedule, compiled on all ranks; one operator, which torch.compile takes whole.
+
+    Attributes:
+        key: by which the operator finds the buffer, which its maker keeps alive.
+        word: schedule of each call, or ``AS_SET``: what the buffer is set to.
+    """
+
+    key: int
+    word: int
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        l1_weights: Weights,
+        l2_weights: Weights,
+    ) -> torch.Tensor:
+        """Result (tokens, hidden) bfloat16 of x (tokens, hidden) FP8, x_sf (tokens, hidden / 128) float, topk_idx
+        (tokens, topk) int64 with -1 for none, and topk_weights (tokens, topk) float. All ranks call it, also with 0 tokens.
+        """
+        import torch
+
+        inputs = (x, x_sf, topk_idx, topk_weights)
+        return cast("torch.Tensor", torch.ops.xstage.mega_moe(*inputs, *l1_weights, *l2_weights, self.key, self.word))
+
+
+def prepare_mega_moe(
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: Any,
+    *,
+    schedule: str | None = None,
+    lead: str | int = AUTO,
+    pulls: str = AUTO,
+    platform: str | None = None,
+) -> MegaMoeCall:
+    """Compile the kernel on all ranks of the buffer's group, together, and launch nothing. Collective.
+
+    Args:
+        l1_weights, l2_weights: as ``deep_gemm.transform_weights_for_mega_moe_sm90`` returned them.
+        sym_buffer: what ``deep_gemm.get_symm_buffer_for_mega_moe`` returned.
+        schedule, lead, pulls, platform: as :func:`xstage_plugin.moe.set_schedule`, for each call of the result, which leaves
+            it set; None: what the buffer is set to then. Ranks do not talk about it: they need the same only to be fast.
+
+    Raises:
+        InvalidInputError: shapes, types or devices that do not go with the buffer, or an odd number of SMs.
+        CompileError: on every rank, if one refuses the call or its kernel does not compile there.
+        UpstreamError: the overlay is not active in this process.
+    """
+    import torch
+
+    tokens = sym_buffer.num_max_tokens_per_rank
+    y = torch.empty(tokens, sym_buffer.hidden, dtype=torch.bfloat16, device=l1_weights[0].device)
+    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
+    operator()
+    _buffers[id(sym_buffer)] = sym_buffer
+    return MegaMoeCall(id(sym_buffer), word)
+
+
+def mega_moe(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: Any,
+    *,
+    schedule: str | None = None,
+    lead: str | int = AUTO,
+    pulls: str = AUTO,
+    platform: str | None = None,
+    check_ids: bool = False,
+) -> None:
+    """Run MegaMoE into ``y``. All ranks of the buffer's group call it, also one with 0 tokens; the first call compiles.
+
+    Args:
+        y: (tokens, hidden) bfloat16, this rank's result; tokens may be 0, and at most the buffer's. The first ``tokens`` rows
+            of the buffer's x, x_sf, topk_idx and topk_weights are its input.
+        l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform: as :func:`prepare_mega_moe`.
+        check_ids: look at topk_idx first, which waits for the GPU. An id out of range overwrites memory in the kernel.
+
+    Raises:
+        As :func:`prepare_mega_moe`, and InvalidInputError for an id out of range with ``check_ids``.
+    """
+    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
+    if check_ids:
+        check_topk_ids(sym_buffer.topk_idx[: y.shape[0]], sym_buffer.num_experts)
+    if word != AS_SET:
+        write_choice(sym_buffer, choice_of(word))
+    _launch(y, l1_weights, l2_weights, sym_buffer)
+
+
+def check_topk_ids(topk_idx: torch.Tensor, experts: int) -> None:
+    """Refuse ids that are neither an expert nor -1. Waits for the GPU.
+
+    Raises:
+        InvalidInputError: with the first such id and its token.
+    """
+    wrong = (topk_idx < -1) | (topk_idx >= experts)
+    if bool(wrong.any()):
+        token, place = (int(value) for value in wrong.nonzero()[0])
+        raise InvalidInputError(
+            f"topk_idx[{token}, {place}] is {int(topk_idx[token, place])}; expected an expert from 0 to {experts - 1}, or -1"
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def operator() -> Any:
+    """``torch.ops.xstage.mega_moe``, registered on the first call."""
+    import torch
+
+    def run(
+        x: torch.Tensor,
+        x_sf: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        l1_weights: torch.Tensor,
+        l1_scales: torch.Tensor,
+        l2_weights: torch.Tensor,
+        l2_scales: torch.Tensor,
+        key: int,
+        word: int,
+    ) -> torch.Tensor:
+        buffer = _buffers.get(key)
+        if buffer is None or buffer.buffer is None:
+            raise InvalidInputError("the symmetric buffer of this call is gone; prepare the call with the new one")
+        tokens = x.shape[0]
+        if tokens > buffer.num_max_tokens_per_rank:
+            raise InvalidInputError(f"x has {tokens} tokens; expected at most the buffer's {buffer.num_max_tokens_per_rank}")
+        inputs = {"x": x, "x_sf": x_sf, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        for name, value in inputs.items():
+            place = getattr(buffer, name)[:tokens]
+            if value.shape != place.shape or value.dtype != place.dtype:
+                raise InvalidInputError(f"{name} is {_told(value)}; expected {_told(place)}")
+            if value.data_ptr() != place.data_ptr():
+                place.copy_(value)
+        if word != AS_SET:
+            write_choice(buffer, choice_of(word))
+        y = torch.empty(tokens, buffer.hidden, dtype=torch.bfloat16, device=x.device)
+        _launch(y, (l1_weights, l1_scales), (l2_weights, l2_scales), buffer)
+        return y
+
+    registered = torch.library.custom_op(
+        "xstage::mega_moe",
+        run,
+        mutates_args=(),
+        schema="(Tensor x, Tensor x_sf, Tensor topk_idx, Tensor topk_weights, Tensor l1_weights, Tensor l1_scales, "
+        "Tensor l2_weights, Tensor l2_scales, int key, int word) -> Tensor",
+    )
+    registered.register_fake(lambda x, *_: torch.empty(x.shape, dtype=torch.bfloat16, device=x.device))
+    return registered
+
+
+def choice_of(word: int) -> ScheduleChoice:
+    pulls = SHARED_PULLS if word & SHARED_PULLS_BIT else STOCK_PULLS
+    return ScheduleChoice(word & LARGEST_LEAD, "asked for by the call", pulls)
+
+
+def _launch(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
+    import deep_gemm
+
+    deep_gemm.fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer)
+
+
+def _prepare(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: Any,
+    schedule: str | None,
+    lead: str | int,
+    pulls: str,
+    platform: str | None,
+) -> int:
+    """The word for a call that can work; the first time for a buffer, its kernel compiled on every rank.
+
+    A kernel that runs waits for its peers, so one rank that refuses or cannot compile must be heard of by all before any
+    launches. Later calls talk to nobody: what they refuse then, they refuse alone.
+    """
+    if sym_buffer in _compiled:
+        return _checked_word(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise InvalidInputError("the first call of this buffer compiles; make one outside the capture, on all ranks")
+    if sym_buffer.buffer is None:
+        raise InvalidInputError(DESTROYED)
+    fault, word = "", AS_SET
+    try:
+        word = _checked_word(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
+        _compile(y, l1_weights, l2_weights, sym_buffer)
+    except Exception as error:  # whatever the compiler or upstream's assertions raise, every rank has to hear of it
+        fault = (str(error).strip() or type(error).__name__).splitlines()[0]
+    answers: list[Any] = [None] * sym_buffer.group.size()
+    dist.all_gather_object(answers, fault, group=sym_buffer.group)
+    if faults := [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]:
+        raise CompileError(f"MegaMoE cannot run this call: {faults[0]}")
+    _compiled.add(sym_buffer)
+    return word
+
+
+def _checked_word(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: Any,
+    schedule: str | None,
+    lead: str | int,
+    pulls: str,
+    platform: str | None,
+) -> int:
+    _check_call(y, l1_weights, l2_weights, sym_buffer)
+    if schedule is not None:
+        return plan_schedule(sym_buffer, schedule, lead, pulls, platform).word
+    if (lead, pulls) != (AUTO, AUTO):
+        raise InvalidInputError("lead or pulls without schedule; give schedule= as well, or use set_schedule")
+    return AS_SET
+
+
+def _compile(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
+    """Capturing the call compiles and loads the kernel and launches nothing; the graph is thrown away."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        _launch(y, l1_weights, l2_weights, sym_buffer)
+    del graph
+
+
+def _check_call(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
+    import torch
+
+    buffer = sym_buffer.buffer
+    if buffer is None:
+        raise InvalidInputError(DESTROYED)
+    hidden, intermediate = sym_buffer.hidden, sym_buffer.intermediate_hidden
+    most, local = sym_buffer.num_max_tokens_per_rank, sym_buffer.num_experts // sym_buffer.group.size()
+    if y.dim() != 2 or y.shape[1] != hidden or y.dtype != torch.bfloat16 or not y.is_contiguous():
+        raise InvalidInputError(f"y is {_told(y)}; expected contiguous bfloat16 (tokens, {hidden})")
+    if y.shape[0] > most:
+        raise InvalidInputError(f"y has {y.shape[0]} tokens; expected at most the buffer's {most}")
+    for name, weights, shape in (
+        ("l1_weights", l1_weights, (local, 2 * intermediate, hidden)),
+        ("l2_weights", l2_weights, (local, hidden, intermediate)),
+    ):
+        if len(weights) != 2 or tuple(weights[0].shape) != shape:
+            raise InvalidInputError(f"{name} is {_told(weights[0])}; expected {shape} and its scales")
+        if weights[0].device != buffer.device or weights[1].device != buffer.device:
+            raise InvalidInputError(f"{name} is on {weights[0].device}; expected the buffer's {buffer.device}")
+    if y.device != buffer.device:
+        raise InvalidInputError(f"y is on {y.device}; expected the buffer's {buffer.device}")
+    import deep_gemm
+
+    if (sms := deep_gemm.get_num_sms()) % 2:
+        raise InvalidInputError(f"DeepGEMM is set to {sms} SMs; MegaMoE takes an even number: deep_gemm.set_num_sms({sms - 1})")
+
+
+def _told(tensor: torch.Tensor) -> str:
+    return shown(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
