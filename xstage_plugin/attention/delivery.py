@@ -1,0 +1,108 @@
+"""Fused delivery: the attention kernel's own epilogue stores every output tile into the memory of the rank that owns it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xstage_plugin.attention.launch_plan import FusedPlan, Launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from xstage_plugin.attention.backends import AttentionBackend
+    from xstage_plugin.attention.layout import UlyssesLayout
+
+
+def slot_outputs(launches: tuple[Launch, ...], slots: torch.Tensor, heads: slice) -> tuple[torch.Tensor, ...]:
+    """For each launch the rows that it writes, [destinations or B, rows, h, d].
+
+    Args:
+        launches: of a :class:`FusedPlan`.
+        slots: [P, B, most local rows, H, d], slot 0 is the plan's ``first_rank``. Any tensor with these dimensions: a
+            span's slots, or local memory of the same strides (what attention alone costs).
+        heads: the heads that this rank computes.
+    """
+    return tuple(
+        slots[launch.slot, :, : launch.rows, heads]
+        if launch.element is None
+        else slots[launch.slot : launch.slot + launch.slots, launch.element, : launch.rows, heads]
+        for launch in launches
+    )
+
+
+def run_launches(
+    launches: tuple[Launch, ...],
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: AttentionBackend,
+    softmax_scale: float,
+    causal: bool,
+) -> None:
+    """Run ``launches`` on q [B, rows, h, d], k and v [B, S, h_kv, d] into ``outputs``, on the current stream."""
+    for launch, out in zip(launches, outputs, strict=True):
+        if launch.element is None:
+            rows = q[:, launch.first_row : launch.first_row + launch.rows]
+            keys, values = k[:, : launch.kv_rows], v[:, : launch.kv_rows]
+        else:
+            end = launch.first_row + launch.slots * launch.rows
+            rows = q[launch.element, launch.first_row : end].unflatten(0, (launch.slots, launch.rows))
+            one = slice(launch.element, launch.element + 1)
+            # Every destination's rows attend to the same keys: batch stride 0, nothing is copied.
+            keys = k[one, : launch.kv_rows].expand(launch.slots, -1, -1, -1)
+            values = v[one, : launch.kv_rows].expand(launch.slots, -1, -1, -1)
+        backend(rows, keys, values, out, softmax_scale=softmax_scale, causal=causal)
+
+
+class FusedDelivery:
+    """The launches of one rank, bound to the slots of a span.
+
+    Args:
+        plan: from :func:`fused_plan`, for the order in which q arrives.
+        layout, rank: whose rows and heads.
+        slots: [P, B, most local rows, H, d], slot 0 is ``plan.first_rank``.
+        dtype: of q.
+        backend, softmax_scale, causal: the attention.
+    """
+
+    def __init__(
+        self,
+        plan: FusedPlan,
+        layout: UlyssesLayout,
+        rank: int,
+        slots: torch.Tensor,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        softmax_scale: float,
+        causal: bool,
+    ) -> None:
+        self._plan, self._backend, self._scale, self._causal = plan, backend, softmax_scale, causal
+        start, count = layout.head_start(rank), layout.heads[rank]
+        self._outputs = slot_outputs(plan.launches, slots, slice(start, start + count))
+        self._gather = _Gather(layout, rank, plan.q_order, dtype, slots.device) if plan.gathers else None
+
+    def prepare(self, q: torch.Tensor) -> torch.Tensor:
+        """q in the order that the launches read; touches this rank's memory only."""
+        return self._gather(q) if self._gather else q
+
+    def store(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Attention and its stores to the peers, of what :meth:`prepare` returned."""
+        run_launches(self._plan.launches, self._outputs, q, k, v, self._backend, self._scale, self._causal)
+
+
+class _Gather:
+    """Copies q from sequence order into another one, into memory taken once."""
+
+    def __init__(self, layout: UlyssesLayout, rank: int, q_order: str, dtype: torch.dtype, device: torch.device) -> None:
+        import torch
+
+        positions = [row for part in layout.q_ranges(rank, q_order) for row in part]
+        self._index = torch.tensor(positions, device=device)
+        shape = (layout.batch, layout.delivery_rows, layout.heads[rank], layout.head_dim)
+        self._rows = torch.empty(shape, dtype=dtype, device=device)
+
+    def __call__(self, q: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.index_select(q, 1, self._index, out=self._rows)

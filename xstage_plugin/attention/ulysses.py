@@ -1,0 +1,204 @@
+"""Ulysses attention whose output goes straight to the ranks that own it.
+
+    out = ulysses_attention(q, k, v)       # this rank's heads over the whole sequence -> its rows of all heads
+
+A call prepares itself the first time (collective, takes memory) and then only launches. For full control prepare it once
+with :func:`prepare_ulysses`; for a layer that also does the exchange before attention use :class:`UlyssesAttention`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xstage_plugin.attention.agreement import agree, group_or_world, require_same
+from xstage_plugin.attention.backends import AUTO, AttentionBackend, output_dtype
+from xstage_plugin.attention.layout import SEQUENCE, UlyssesLayout
+from xstage_plugin.attention.mode_choice import AUTO as AUTO_MODE
+from xstage_plugin.attention.mode_choice import FUSED, SERIAL, ModeChoice
+from xstage_plugin.attention.peer_span import refuse_capture
+from xstage_plugin.attention.routes import BARRIER, Span
+from xstage_plugin.attention.span_cache import close_shared_spans, shared_span
+from xstage_plugin.attention.span_errors import SpanRefusedError
+from xstage_plugin.attention.ulysses_call import UlyssesCall
+from xstage_plugin.attention.ulysses_settings import Settings, common_backend, examine
+from xstage_plugin.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "UlyssesAttention",  # noqa: F822 - made by __getattr__ below
+    "UlyssesCall",
+    "UlyssesLayout",
+    "prepare_ulysses",
+    "release_ulysses",
+    "ulysses_attention",
+]
+
+_calls: dict[tuple[Any, ...], UlyssesCall] = {}
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    layout: UlyssesLayout | None = None,
+    span: Span | None = None,
+    backend: str | AttentionBackend = AUTO,
+    mode: str = AUTO_MODE,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_order: str = SEQUENCE,
+    ordering: str = BARRIER,
+    platform: str | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's heads over the whole sequence; returns this rank's rows of all heads.
+
+    Every rank of ``group`` calls it with the same settings. The first call with given settings is collective, takes memory
+    and is refused inside a CUDA-graph capture; later ones launch only. Forward only.
+
+    Args:
+        q: [B, S, h_local, d]; in a delivery order [B, rows of all ranks, h_local, d].
+        k, v: [B, S, h_kv_local, d], rows as in the sequence.
+        group: ranks that share the sequence; default: all.
+        layout: rows and heads of all ranks; default: rows shared evenly, as many heads on every rank as here.
+        span: for the output, of ``layout.span_shape``; default: one that layers of this shape share.
+        backend: ``fa4``, ``fa3``, ``auto`` (the first of the two that runs on all ranks), or an object of your own.
+        mode: ``fused``, ``serial`` (attention, then copies to the peers), or ``auto`` (the advisor decides).
+        softmax_scale: default 1 / sqrt(d). Per-tensor scales of FP8 inputs go here (those of q and k) and onto the result.
+        causal: row i of the sequence sees keys up to i.
+        q_order: rows of q: ``sequence``, ``own_last`` or ``own_first`` (see :mod:`xstage_plugin.attention.layout`). With
+            shared rows, ``sequence`` costs one copy of q; ``own_last`` never does, and no two ranks start at one peer.
+        ordering: ``barrier``: ranks meet before they store, so that nobody's previous result is overwritten while read.
+            ``inputs``: the caller's q, k, v came out of an exchange with every rank that ran after this rank's last use
+            of the previous result (so in a Ulysses layer); no barrier before the stores.
+        platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM, else a bundled one of
+            this GPU's generation.
+
+    Returns:
+        [B, S_local, H, d], a view of the span: valid in stream order until the next call that uses the same span, on any
+        rank. Copy what must live longer.
+
+    Raises:
+        GroupMismatchError: on every rank alike (first call): the ranks disagree, or one of them cannot go on.
+        SpanRefusedError: on every rank alike (first call, ``fused``): no span over these ranks.
+        InvalidInputError: q, k or v do not fit the layout.
+    """
+    shapes = layout or (tuple(q.shape), tuple(k.shape))
+    settings = (backend, mode, softmax_scale, causal, q_order, ordering, platform)
+    key = (group, shapes, span, q.dtype, q.device, *settings)
+    call = _calls.get(key)
+    if call is None:
+        _refuse_tracing()
+        call = _calls[key] = prepare_ulysses(
+            layout or _even_layout(q, k, group),
+            q.dtype,
+            device=q.device,
+            group=group,
+            span=span,
+            backend=backend,
+            mode=mode,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            q_order=q_order,
+            ordering=ordering,
+            platform=platform,
+        )
+    return call(q, k, v)
+
+
+def prepare_ulysses(
+    layout: UlyssesLayout,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cuda",
+    group: Any = None,
+    span: Span | None = None,
+    backend: str | AttentionBackend = AUTO,
+    mode: str = AUTO_MODE,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_order: str = SEQUENCE,
+    ordering: str = BARRIER,
+    platform: str | None = None,
+) -> UlyssesCall:
+    """Everything that :func:`ulysses_attention` does once: agree with the other ranks, choose, take memory. Collective.
+
+    Args:
+        layout: the same on all ranks.
+        dtype: of q, k and v.
+        device: where they will be.
+        group, span, backend, mode, softmax_scale, causal, q_order, ordering, platform: as in :func:`ulysses_attention`.
+
+    Raises:
+        GroupMismatchError, SpanRefusedError: on every rank alike.
+    """
+    refuse_capture("a Ulysses call prepares itself")
+    group = group_or_world(group)
+    device = _with_index(device)
+    settings = Settings(layout, str(dtype), mode, softmax_scale, causal, q_order, ordering, platform)
+    facts = agree(group, lambda: examine(settings, dtype, device, group, span, backend))
+    for name in settings.__dataclass_fields__:
+        require_same([getattr(fact.settings, name) for fact in facts], name)
+    require_same([fact.has_span for fact in facts], "whether span= is given")
+    require_same([fact.choice.mode for fact in facts], "the mode that the platform model leads to")
+    chosen = common_backend(facts, backend)
+    choice = facts[0].choice
+    out_dtype = output_dtype(dtype)
+    if span is None:
+        try:
+            span = shared_span(layout.span_shape, out_dtype, group, device)
+        except SpanRefusedError as refused:
+            if mode == FUSED:
+                raise
+            choice = ModeChoice(SERIAL, f"{refused}; the output goes through all_to_all_single")
+    made: list[UlyssesCall] = []
+    # It takes memory, which one rank may not have.
+    agree(group, lambda: made.append(UlyssesCall(settings, dtype, device, group, span, chosen, choice)))
+    return made[0]
+
+
+def release_ulysses() -> None:
+    """Forget all calls that :func:`ulysses_attention` prepared and close the spans that layers share. Results are gone."""
+    _calls.clear()
+    close_shared_spans()
+
+
+def _refuse_tracing() -> None:
+    """torch.compile would take the collective apart; an eager call first leaves it only the launch."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        raise InvalidInputError(
+            "torch.compile met a Ulysses call that is not prepared; call it once before, or prepare_ulysses"
+        )
+
+
+def _even_layout(q: torch.Tensor, k: torch.Tensor, group: Any) -> UlyssesLayout:
+    import torch.distributed as dist
+
+    if q.dim() != 4 or k.dim() != 4:
+        raise InvalidInputError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}; expected [B, S, heads, d]")
+    ranks = dist.get_world_size(group_or_world(group))
+    batch, rows, heads, head_dim = q.shape
+    return UlyssesLayout.even(rows, heads * ranks, head_dim, ranks, batch=batch, kv_heads=k.shape[2] * ranks)
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    import torch
+
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    # A torch module class cannot be named without torch; it is made when somebody asks for it.
+    if name == "UlyssesAttention":
+        from xstage_plugin.attention.ulysses_module import module_class
+
+        return module_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,117 @@
+"""What the ranks of a Ulysses layer must agree on before it is prepared, and what each of them finds out for that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xstage_plugin.attention.agreement import require_same
+from xstage_plugin.attention.backends import AttentionBackend, candidates, output_dtype
+from xstage_plugin.attention.launch_plan import fused_plan
+from xstage_plugin.attention.layout import UlyssesLayout
+from xstage_plugin.attention.mode_choice import AUTO, ModeChoice, checked_mode, choose_mode, find_platform
+from xstage_plugin.attention.routes import ORDERINGS, Span
+from xstage_plugin.attention.span_errors import GroupMismatchError
+from xstage_plugin.checks import positive, shown, unknown_name
+from xstage_plugin.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank asks for; must be equal on all of them."""
+
+    layout: UlyssesLayout
+    dtype: str
+    mode: str
+    softmax_scale: float | None
+    causal: bool
+    q_order: str
+    ordering: str
+    platform: str | None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank found: the mode that it would run, and for each kernel why it cannot run it (empty if it can)."""
+
+    settings: Settings
+    has_span: bool
+    choice: ModeChoice
+    refusals: tuple[tuple[str, str], ...]
+
+
+def examine(
+    settings: Settings, dtype: torch.dtype, device: torch.device, group: Any, span: Span | None, backend: str | AttentionBackend
+) -> Fact:
+    """What this rank finds of a call with ``settings``: looks at this rank only, launches nothing, takes no memory.
+
+    Raises:
+        InvalidInputError: it cannot be, with the first reason.
+    """
+    import torch
+    import torch.distributed as dist
+
+    layout, rank, ranks = settings.layout, dist.get_rank(group), dist.get_world_size(group)
+    if not isinstance(layout, UlyssesLayout):
+        raise InvalidInputError(f"layout is {shown(layout)}; expected a UlyssesLayout")
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInputError(f"dtype is {shown(dtype)}; expected a torch dtype")
+    if layout.ranks != ranks:
+        raise InvalidInputError(f"the layout is for {layout.ranks} ranks and the group has {ranks}; expected the same")
+    if settings.ordering not in ORDERINGS:
+        raise unknown_name("ordering", str(settings.ordering), ORDERINGS)
+    if settings.softmax_scale is not None:
+        positive("softmax_scale", settings.softmax_scale)
+    layout.kv_heads_of(rank)
+    fused_plan(layout, rank, settings.q_order, settings.causal)
+    if span is not None:
+        _require_fits(span, layout, dtype, device, group, rank)
+    arch = _arch(device)
+    platform = find_platform(settings.platform, arch) if checked_mode(settings.mode) == AUTO else None
+    choice = choose_mode(layout, settings.mode, platform, arch)
+    refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in candidates(backend))
+    return Fact(settings, span is not None, choice, refusals)
+
+
+def _require_fits(span: Span, layout: UlyssesLayout, dtype: torch.dtype, device: torch.device, group: Any, rank: int) -> None:
+    if span.closed:
+        raise InvalidInputError("the span is closed; make a new one")
+    for name, got, expected in (
+        ("shape", tuple(span.shape), layout.span_shape),
+        ("dtype", span.dtype, output_dtype(dtype)),
+        ("device", span.device, device),
+        ("ranks", span.ranks, layout.ranks),
+        ("rank", span.rank, rank),
+    ):
+        if got != expected:
+            raise InvalidInputError(f"the span's {name} is {got}; this layout expects {expected}")
+    if span.group != group:
+        raise InvalidInputError("the span was made over another group of ranks; make one over this group")
+
+
+def common_backend(facts: list[Fact], backend: str | AttentionBackend) -> AttentionBackend:
+    """The first kernel that runs on every rank; the same on all of them.
+
+    Raises:
+        GroupMismatchError: none does; says why, for each of them.
+    """
+    require_same([tuple(name for name, _ in fact.refusals) for fact in facts], "backend")
+    reasons = []
+    for place, kernel in enumerate(candidates(backend)):
+        refused = [(rank, fact.refusals[place][1]) for rank, fact in enumerate(facts) if fact.refusals[place][1]]
+        if not refused:
+            return kernel
+        reasons.append(f"rank {refused[0][0]}: {refused[0][1]}")
+    raise GroupMismatchError(f"no attention backend runs this on all ranks; {'; '.join(reasons)}")
+
+
+def _arch(device: torch.device) -> str:
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
