@@ -1,46 +1,56 @@
-"""DeepGEMM's MegaMoE: the stock kernel against the overlay's under the expert wave and under interleaved schedules.
+"""DeepGEMM's MegaMoE: the stock kernel against the overlay's, as expert wave and interleaved, with and without shared pulls.
 
     torchrun --nproc-per-node=2 benchmarks/ab_moe.py --out benchmarks/results/ab_moe_NODE.json --plot ab_moe.png
 
 The run-time compiler reads its include root once, so each rank keeps one worker process per family (moe_worker.py), and one
 family runs at a time. ``auto`` is what the product would choose on --platform; it is timed as the arm with its lead.
-Exit code: 0 measured (however slow), 1 a wrong result or a measurement that broke off, 2 wrong input.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import harness
 import numpy as np
-from harness import Arm, BenchError, Group, Worker, together
+from harness import Arm, BenchError, Group, together
+from script import check_run, measure_and_report, numbers_of, ranks_of, run_cli, run_options, words_of
+from session import Session, measure_cases, new_document
 
 from xstage_plugin import env
 from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.burst_gap.gpu_info import probe_machine
 from xstage_plugin.burst_gap.platform_model import PlatformModel
-from xstage_plugin.checks import positive, positive_int, shown
-from xstage_plugin.errors import InvalidInputError, XStageError
+from xstage_plugin.checks import positive_int, shown
+from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.advisor import ScheduleDecision, advise_moe
+from xstage_plugin.moe.kernel_limits import kernel_refusal
 from xstage_plugin.moe.routing import MOST_EXPERTS, Routing, balanced_routing, skewed_routing
-from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, ScheduleChoice, choose_schedule
+from xstage_plugin.moe.schedule_choice import (
+    AUTO,
+    LARGEST_LEAD,
+    SHARED_PULLS,
+    STOCK_PULLS,
+    ScheduleChoice,
+    choose_schedule,
+)
 from xstage_plugin.moe.shapes import ExpertShape, bundled_shapes, load_shape
 from xstage_plugin.moe.workload import MoeWorkload
 
+NAME = "ab_moe"
 DEFAULT_PLATFORM = "h200-nvlink-pair"
 SMALL_SHAPES = ("2048,512,64,8", "2048,768,128,8", "4096,512,128,8", "4096,768,128,8", "4096,1024,128,8")
 SWEEP = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the lead's knee
-STOCK, WAVE = Arm("stock", "stock"), Arm("wave", "xstage", 0)
+# The untouched library in a process of its own, and in a second one: two processes may differ by themselves.
+STOCK, CONTROL = Arm("stock", "stock"), Arm("stock again", "control")
+WAVE, WAVE_SHARED = Arm("wave", "xstage", 0, STOCK_PULLS), Arm("wave, shared", "xstage", 0, SHARED_PULLS)
 WORKER = (sys.executable, str(Path(__file__).with_name("moe_worker.py")))
-WORKER_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-SEED, MOST_TOKENS, MOST_TRIALS = 1, 2**20, 100_000
+SEED, MOST_TOKENS = 1, 2**20
 # Every token stays on its rank: no byte crosses the link, which bounds what any order of the same tiles can gain.
 LOCAL = "local"
 ROUTINGS = {"balanced": ("balanced",), "skewed": ("skewed",), LOCAL: (LOCAL,), "both": ("balanced", "skewed")}
@@ -74,7 +84,12 @@ class Case:
 
     @property
     def auto_arm(self) -> str:
-        return next(arm.name for arm in self.arms if arm.lead == self.choice.lead_rows)
+        return next(arm.name for arm in self.arms if (arm.lead, arm.pulls) == (self.choice.lead_rows, self.choice.pulls))
+
+    @property
+    def order_arm(self) -> str:
+        """What auto runs, with Dispatch as it was."""
+        return next(arm.name for arm in self.arms if (arm.lead, arm.pulls) == (self.choice.lead_rows, STOCK_PULLS))
 
 
 @dataclass(frozen=True)
@@ -89,20 +104,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return sum(2 + len(case.arms) * (2 + self.trials) for case in self.cases)
+        return sum(1 + len(case.arms) * (2 + self.trials) for case in self.cases)
 
-
-def refusal(shape: ExpertShape, ranks: int) -> str | None:
-    """Why the SM90 kernel of sgl-deep-gemm 0.1.3 does not take ``shape``, or None."""
-    rules = (
-        (shape.experts % ranks == 0, f"{shape.experts} experts are no multiple of the {ranks} ranks"),
-        # Two tiles of 128 columns at least: its scheduler asserts an even number of them a row.
-        (shape.hidden % 256 == 0, f"hidden {shape.hidden} is no multiple of 256"),
-        (shape.intermediate % 128 == 0, f"intermediate {shape.intermediate} is no multiple of 128"),
-        (shape.intermediate <= 64 * 64, f"intermediate {shape.intermediate} is above 4096"),
-        (shape.topk <= 32, f"topk {shape.topk} is above 32"),
-    )
-    return "; ".join(reason for sound, reason in rules if not sound) or None
+    @property
+    def families(self) -> tuple[str, ...]:
+        """One worker process a rank for each."""
+        return tuple(dict.fromkeys(arm.family for case in self.cases for arm in case.arms))
 
 
 def make_plan(
@@ -113,11 +120,12 @@ def make_plan(
     routings: Sequence[str],
     leads: Sequence[str],
     trials: int,
+    control: bool = False,
 ) -> Plan:
     """Every shape, token count and routing that the kernel takes, with its arms. Pure: the same on all ranks."""
     cases, skipped = [], []
     for shape in shapes:
-        if reason := refusal(shape, ranks):
+        if reason := kernel_refusal(shape.hidden, shape.intermediate, shape.experts, shape.topk, ranks):
             skipped.append((shape.name, reason))
             continue
         for count in tokens:
@@ -131,11 +139,11 @@ def make_plan(
                         continue
                     routing = replace(routing, label=LOCAL)
                 decision = advise_moe(platform, _workload(shape, ranks, count, routing))
-                cases.append(Case(shape, count, routing, decision, choice, _arms(decision, choice, leads)))
+                cases.append(Case(shape, count, routing, decision, choice, _arms(decision, choice, leads, control)))
     return Plan(platform, ranks, trials, tuple(cases), tuple(skipped))
 
 
-def _arms(decision: ScheduleDecision, choice: ScheduleChoice, leads: Sequence[str]) -> tuple[Arm, ...]:
+def _arms(decision: ScheduleDecision, choice: ScheduleChoice, leads: Sequence[str], control: bool) -> tuple[Arm, ...]:
     wanted = {choice.lead_rows}
     for lead in leads:
         if lead == "sweep":
@@ -143,7 +151,9 @@ def _arms(decision: ScheduleDecision, choice: ScheduleChoice, leads: Sequence[st
             wanted |= {min(max(1, round(part * decision.lead_knee_rows)), max(1, decision.load.rows)) for part in SWEEP}
         elif lead != AUTO:
             wanted.add(int(lead))
-    return (STOCK, WAVE, *(Arm(f"lead {rows}", "xstage", rows) for rows in sorted(wanted - {0})))
+    shared = [Arm(f"lead {rows}, shared", "xstage", rows, SHARED_PULLS) for rows in sorted(wanted - {0})]
+    order = [Arm(f"lead {rows}", "xstage", rows, STOCK_PULLS) for rows in (choice.lead_rows,) if rows]
+    return (STOCK, *([CONTROL] if control else []), WAVE, WAVE_SHARED, *order, *shared)
 
 
 def _workload(shape: ExpertShape, ranks: int, tokens: int, routing: Routing) -> MoeWorkload:
@@ -156,18 +166,31 @@ def expected_pairs(case: Case, ranks: int) -> np.ndarray:
     return np.asarray(shares * case.tokens * case.shape.topk * case.routing.used)
 
 
-def physical_floor(case: Case, pairs: np.ndarray, platform: PlatformModel, rates: Mapping[str, Any]) -> dict[str, Any]:
+def expected_tokens(case: Case, ranks: int) -> np.ndarray:
+    """Tokens (ranks, ranks) of each rank that go to each rank at all, if experts were drawn with repetition."""
+    shares = np.array([case.shares_of(rank, ranks) for rank in range(ranks)]).reshape(ranks, ranks, -1).sum(axis=2)
+    return np.asarray(case.tokens * (1 - (1 - np.minimum(shares, 1)) ** (case.shape.topk * case.routing.used)))
+
+
+def physical_floor(
+    case: Case, pairs: np.ndarray, tokens: np.ndarray, platform: PlatformModel, rates: Mapping[str, Any]
+) -> dict[str, Any]:
     """What no schedule beats: link, matrix and memory time of the rank with the most of each, microseconds.
 
     Link bytes of a GPU are all that leave it: Combine stores of its experts (bfloat16 rows) and its answers to Dispatch
-    pulls (FP8 rows with a float scale per 128). Memory bytes: the weights of its experts in use once, and the Combine
-    reduction (topk rows in, one out). Rates: as measured beside the arms, and the platform's measured drain rate.
+    pulls (FP8 rows with a float scale per 128), each token once for a rank, however many of its experts want it. Memory
+    bytes: the weights of its experts in use once, and the Combine reduction (topk rows in, one out). Rates: as measured
+    beside the arms, and the platform's measured drain rate.
+
+    Args:
+        pairs: routed tokens (ranks, experts). tokens: those of each rank that go to each rank at all (ranks, ranks).
     """
     ranks, experts = pairs.shape
     hidden, intermediate = case.shape.hidden, case.shape.intermediate
     by_rank = pairs.reshape(ranks, ranks, experts // ranks).sum(axis=2)  # [of rank][at rank]
     kept = np.diag(by_rank)
-    link = (by_rank.sum(axis=0) - kept) * 2 * hidden + (by_rank.sum(axis=1) - kept) * (hidden + 4 * hidden / 128)
+    pulled = tokens.sum(axis=1) - np.diag(tokens)
+    link = (by_rank.sum(axis=0) - kept) * 2 * hidden + pulled * (hidden + 4 * hidden / 128)
     operations = by_rank.sum(axis=0) * 6 * hidden * intermediate
     active = (pairs.sum(axis=0).reshape(ranks, -1) > 0).sum(axis=1)
     memory = active * 3 * hidden * intermediate + (by_rank.sum(axis=1) + case.tokens) * 2 * hidden
@@ -191,33 +214,14 @@ def datasheet_rates(platform: PlatformModel) -> dict[str, Any]:
     return {"fp8_tflops": platform.device.fp8_tflops, "copy_gbps": None, "source": "datasheet"}
 
 
-class Session:
-    """This rank's workers. Every step is done by all ranks together, and its failure on one is raised on all."""
-
-    def __init__(self, group: Group, commands: Mapping[str, Sequence[str]], timeout_s: float) -> None:
-        self._group, self._commands, self._timeout_s = group, commands, timeout_s
-        self._workers: dict[str, Worker] = {}
+class MoeSession(Session):
+    """The workers of both families: the untouched library and the overlay's."""
 
     def start(self) -> dict[str, Any]:
-        """Start the workers of every family; where each compiles from."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-        found = {}
-        for family, command in self._commands.items():
-            port = together(self._group, lambda: harness.free_port() if self._group.rank == 0 else 0)[0]
-
-            def begin(family: str = family, command: Sequence[str] = command, port: int = port) -> Any:
-                self._workers[family] = Worker(command, self._group.rank, WORKER_ENVIRONMENT | kept)
-                numbers = {"rank": self._group.rank, "ranks": self._group.size, "local_rank": self._group.local_rank}
-                return self._call(family, "start", family, family=family, port=port, timeout_s=self._timeout_s, **numbers)
-
-            found[family] = together(self._group, begin)[0]
+        found = super().start()
         if any(answer["in_place"] for answer in found.values()):
             raise BenchError("the installed deep_gemm carries our change itself; the stock arm needs an untouched package")
         return found
-
-    def each(self, arm: Arm, step: str, **arguments: Any) -> list[Any]:
-        """The answers of all ranks' workers of ``arm``'s family."""
-        return together(self._group, lambda: self._call(arm.family, step, arm.name, **arguments))
 
     def rates(self) -> dict[str, Any]:
         """Matrix and copy rates, of the slowest rank each."""
@@ -230,35 +234,24 @@ class Session:
             return least | {"fp8_tflops": 2 * least["bf16_tflops"], "source": "measured; FP8 taken as twice bfloat16"}
         return least | {"source": "measured: torch copy_, torch matmul, torch._scaled_mm; the best of 10"}
 
-    def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close(min(10.0, self._timeout_s))
 
-    def kill(self) -> None:
-        for worker in self._workers.values():
-            worker.kill()
-
-    def _call(self, family: str, step: str, arm: str, /, **arguments: Any) -> Any:
-        return self._workers[family].call(step, self._timeout_s, arm, **arguments)
-
-
-def run_case(session: Session, plan: Plan, case: Case, rates: Mapping[str, Any], tick: harness.Tick) -> dict[str, Any]:
+def run_case(session: MoeSession, plan: Plan, case: Case, rates: Mapping[str, Any], tick: harness.Tick) -> dict[str, Any]:
     """Check, time, check again; the document of one case."""
     shape = {name: getattr(case.shape, name) for name in ("hidden", "intermediate", "experts", "topk")}
-    counts = []
-    for arm in (STOCK, WAVE):
-        shares = [case.shares_of(rank, plan.ranks) for rank in range(plan.ranks)]
-        counts.append(session.each(arm, "prepare", shape=shape, tokens=case.tokens, shares=shares, seed=SEED))
-        tick(case.name)
-    if counts[0] != counts[1]:
+    families = list({arm.family: arm for arm in case.arms}.values())
+    shares = [case.shares_of(rank, plan.ranks) for rank in range(plan.ranks)]
+    counts = session.all_families(families, "prepare", shape=shape, tokens=case.tokens, shares=shares, seed=SEED)
+    tick(case.name)
+    if any(count != counts[0] for count in counts):
         raise BenchError(f"{case.name}: the families drew different tokens; expected the same from one seed")
-    floor = physical_floor(case, np.array(counts[0], dtype=float), plan.platform, rates)
+    pairs, tokens = (np.array([answer[name] for answer in counts[0]], dtype=float) for name in ("pairs", "tokens"))
+    floor = physical_floor(case, pairs, tokens, plan.platform, rates)
     failures: dict[str, list[str]] = {arm.name: [] for arm in case.arms}
     reference: list[str] = []
 
     def check(when: str) -> None:
         for arm in case.arms:
-            answers = session.each(arm, "check", lead=arm.lead)
+            answers = session.each(arm, "check", lead=arm.lead, pulls=arm.pulls)
             digests = [answer["digest"] for answer in answers]
             reference[:] = reference or digests
             for rank, answer in enumerate(answers):
@@ -274,9 +267,9 @@ def run_case(session: Session, plan: Plan, case: Case, rates: Mapping[str, Any],
     return _case_document(case, floor, samples, failures)
 
 
-def _timed(session: Session, arm: Arm, case: Case, tick: harness.Tick) -> float:
+def _timed(session: MoeSession, arm: Arm, case: Case, tick: harness.Tick) -> float:
     tick(case.name)
-    return float(max(session.each(arm, "run", lead=arm.lead)))
+    return float(max(session.each(arm, "run", lead=arm.lead, pulls=arm.pulls)))
 
 
 def _case_document(
@@ -299,7 +292,7 @@ def _case_document(
         "tokens_per_rank": case.tokens,
         "routing": case.routing.label,
         "baseline": STOCK.name,
-        "auto": {"lead": case.choice.lead_rows, "schedule": case.choice.schedule, "reason": case.choice.reason},
+        "auto": {"word": case.choice.word, **asdict(case.choice), "schedule": case.choice.schedule},
         "advice_for_this_routing": {
             "schedule": decision.schedule,
             "lead": decision.lead_rows or 0,
@@ -311,6 +304,7 @@ def _case_document(
         "floor": dict(floor),
         "aa_difference": harness.rounded(harness.aa_difference(baseline)) if baseline else None,
         "auto_arm": case.auto_arm,
+        "order_arm": case.order_arm,
         "best_arm": best,
         "auto_regret": regret,
         "failed": any(failures.values()),
@@ -323,7 +317,6 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``plan`` and write ``out`` after every case. What broke it off is under ``error`` in the document."""
     machine = together(group, probe_machine)[0]
-    document: dict[str, Any] = {"schema": harness.SCHEMA, "benchmark": "ab_moe", "complete": False, "failed": False}
     settings = {
         "ranks": plan.ranks,
         "trials": plan.trials,
@@ -331,43 +324,30 @@ def run(
         "seed": SEED,
         "timeout_s": timeout_s,
     }
-    document |= {"error": None, "meta": harness.provenance(command, machine, settings), "summary": {}, "cases": []}
+    document = new_document("ab_moe", command, machine, settings)
     document["skipped"] = [{"shape": name, "reason": reason} for name, reason in plan.skipped]
-    session = Session(group, commands or {"stock": WORKER, "xstage": WORKER}, timeout_s)
+    session = MoeSession(group, commands or dict.fromkeys(plan.families, WORKER), timeout_s)
+    rates: dict[str, Any] = {}
 
-    def save() -> None:
-        together(group, lambda: harness.write_result(out, document) if group.rank == 0 else None)
+    def begin() -> Sequence[Case]:
+        document["meta"]["libraries"] = session.start()
+        rates.update(session.rates())
+        document["meta"]["rates"] = rates | {"drain_gbps": plan.platform.drain_rate_gbps}
+        return plan.cases
 
-    try:
-        with harness.progress(plan.steps, shown=group.rank == 0) as tick:
-            document["meta"]["libraries"] = session.start()
-            rates = session.rates()
-            document["meta"]["rates"] = rates | {"drain_gbps": plan.platform.drain_rate_gbps}
-            for case in plan.cases:
-                before = harness.gpu_states(probe_machine(), group.size)
-                found = run_case(session, plan, case, rates, tick)
-                found |= {"gpus_before": before, "gpus_after": harness.gpu_states(probe_machine(), group.size)}
-                document["cases"].append(found)
-                document["failed"] |= found["failed"]
-                document["summary"] = summary(document["cases"])
-                save()
-        document["complete"] = True
-        session.close()
-        save()
-    except BenchError as error:
-        document |= {"failed": True, "error": str(error)}
-        session.kill()
-        if group.rank == 0:  # the group may be broken: no collective any more
-            harness.write_result(out, document)
-    finally:
-        session.kill()
+    def measure(case: Case, tick: harness.Tick) -> dict[str, Any]:
+        return run_case(session, plan, case, rates, tick)
+
+    measure_cases(session, document, out, plan.steps, begin, measure, summary)
     return document
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Speedup over stock of wave, of what auto runs, and of the best arm, over the cases in which it passed its checks."""
+    """Speedup over stock of some arms, of what auto runs, and of the best, over the cases in which it passed its checks."""
     names: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "stock again": lambda case: CONTROL.name,
         "wave": lambda case: WAVE.name,
+        "order": lambda case: case["order_arm"],
         "auto": lambda case: case["auto_arm"],
         "best": lambda case: case["best_arm"],
     }
@@ -384,10 +364,11 @@ def _row(case: Mapping[str, Any], name: str | None) -> dict[str, Any] | None:
 def print_result(document: Mapping[str, Any]) -> None:
     rows, notes = [], []
     for case in document["cases"]:
-        stock, wave = _row(case, STOCK.name), _row(case, WAVE.name)
+        stock = _row(case, STOCK.name)
+        middle = [_row(case, name) for name in (CONTROL.name, WAVE.name, case["order_arm"], WAVE_SHARED.name)]
         auto, best = _row(case, case["auto_arm"]), _row(case, case["best_arm"])
         cells = [case["name"], f"{stock['median_us'] / 1e3:.3f}" if stock else "--"]
-        cells += [f"{row['speedup']:.3f}" if row else "--" for row in (wave, auto, best)]
+        cells += [f"{row['speedup']:.3f}" if row else "--" for row in (*middle, auto, best)]
         cells += [case["auto_arm"], case["best_arm"] or "--"]
         cells += [f"{value:.1%}" if value is not None else "--" for value in (case["auto_regret"], case["aa_difference"])]
         cells += [f"{stock['drift']:+.1%}" if stock else "--", auto["verdict"] if auto else "FAILED"]
@@ -397,14 +378,13 @@ def print_result(document: Mapping[str, Any]) -> None:
         ]
         rows.append(cells)
         notes += [f"{case['name']}, {row['name']}: {text}" for row in case["arms"] for text in row["failures"]]
-    for key, value in document["summary"].items():
-        if value:
-            notes.append(
-                f"{key}: geometric mean {value['geomean']:.3f}x, median {value['median']:.3f}x, max {value['max']:.3f}x, "
-                f"min {value['min']:.3f}x over {value['cases']} cases"
-            )
+    notes += [f"{key}: {harness.spread_text(value)}" for key, value in document["summary"].items() if value]
     notes += [f"skipped {entry['shape']}: {entry['reason']}" for entry in document["skipped"]]
-    columns = ("case", "stock ms", "wave x", "auto x", "best x", "auto runs", "best is", "regret", "A/A", "drift", "auto is")
+    columns = ("case", "stock ms", "again x", "wave x", "order x", "pulls x", "auto x", "best x", "auto runs", "best is")
+    columns += ("regret", "A/A", "drift", "auto is")
+    notes += [
+        "again: stock in a second process; order: auto's order with Dispatch as it was; pulls: the wave with shared pulls"
+    ]
     harness.print_table("MegaMoE: speedup over the stock kernel", (*columns, "floor ms", "auto/floor"), rows, notes)
 
 
@@ -412,8 +392,9 @@ def print_plan(plan: Plan, timeout_s: float) -> None:
     rates = datasheet_rates(plan.platform)
     rows, reasons = [], {}
     for case in plan.cases:
-        floor = physical_floor(case, expected_pairs(case, plan.ranks), plan.platform, rates)
-        leads = ",".join(str(arm.lead) for arm in case.arms if arm.lead)
+        counts = expected_pairs(case, plan.ranks), expected_tokens(case, plan.ranks)
+        floor = physical_floor(case, *counts, plan.platform, rates)
+        leads = ",".join(str(arm.lead) for arm in case.arms if arm.lead and arm.pulls == SHARED_PULLS)
         cells = [case.name, str(len(case.arms)), case.choice.schedule, str(case.choice.lead_rows or "--"), leads or "--"]
         cells += [f"{floor['link_bytes'] / 1e6:.0f}", f"{floor['link_us'] / 1e3:.3f}", f"{floor['matrix_us'] / 1e3:.3f}"]
         rows.append([*cells, f"{floor['memory_bytes'] / 1e6:.0f}", f"{case.decision.predicted_speedup:.3f}"])
@@ -436,7 +417,7 @@ def print_plan(plan: Plan, timeout_s: float) -> None:
 
 def parse_shapes(models: str | None, shapes: Sequence[str]) -> list[ExpertShape]:
     """The shapes of both options; with neither, every bundled model and the small shapes."""
-    found = [shape for name in _list(models or "") for shape in (bundled_shapes() if name == "all" else (load_shape(name),))]
+    found = [shape for name in words_of(models or "") for shape in (bundled_shapes() if name == "all" else (load_shape(name),))]
     if models is None and not shapes:
         found, shapes = list(bundled_shapes()), SMALL_SHAPES
     for text in shapes:
@@ -452,22 +433,11 @@ def parse_shapes(models: str | None, shapes: Sequence[str]) -> list[ExpertShape]
 
 
 def parse_leads(text: str) -> list[str]:
-    leads = _list(text)
+    leads = words_of(text)
     for lead in leads:
         if lead not in (AUTO, "sweep") and not (lead.isdecimal() and 0 <= int(lead) <= LARGEST_LEAD):
             raise InvalidInputError(f"--leads holds {shown(lead)}; expected auto, sweep, or rows from 0 to {LARGEST_LEAD}")
     return leads
-
-
-def parse_tokens(text: str) -> list[int]:
-    for part in _list(text):
-        if not part.isdecimal() or not 1 <= int(part) <= MOST_TOKENS:
-            raise InvalidInputError(f"--tokens holds {shown(part)}; expected whole numbers from 1 to {MOST_TOKENS}")
-    return [int(part) for part in _list(text)]
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -476,19 +446,17 @@ def _list(text: str) -> list[str]:
 @click.option("--tokens", default="8192", show_default=True, metavar="T,…", help="Tokens that each rank brings.")
 @click.option("--routing", type=click.Choice(list(ROUTINGS)), default="both", show_default=True)
 @click.option("--leads", default="auto,sweep", show_default=True, metavar="L,…", help="auto, sweep, or rows.")
+@click.option("--control/--no-control", default=True, show_default=True, help="Also time stock in a second process.")
 @click.option("--trials", type=int, default=harness.DEFAULT_TRIALS, show_default=True, help="Timed calls of each arm.")
 @click.option("--platform", help=f"Platform that auto decides by.  [default: $XSTAGE_PLATFORM or {DEFAULT_PLATFORM}]")
-@click.option("--ranks", type=int, help="Of the plan, with --dry-run.  [default: torchrun's, or 2]")
-@click.option("--timeout-s", type=float, default=harness.DEFAULT_TIMEOUT_S, show_default=True, help="Longest wait for a step.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE.json", help="Result file.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the result file too.")
-@click.option("--dry-run", is_flag=True, help="Print the plan. Needs neither torch nor a GPU.")
+@run_options
 def cli(
     models: str | None,
     shapes: tuple[str, ...],
     tokens: str,
     routing: str,
     leads: str,
+    control: bool,
     trials: int,
     platform: str | None,
     ranks: int | None,
@@ -497,9 +465,8 @@ def cli(
     plot: Path | None,
     dry_run: bool,
 ) -> int:
-    """A/B of DeepGEMM's MegaMoE: stock against the overlay's schedules, under torchrun on one host."""
-    started = env.torchrun_ranks()
-    ranks = positive_int("--ranks", ranks if ranks is not None else started if started > 1 else 2)
+    """A/B of DeepGEMM's MegaMoE: stock against the overlay's schedules and pulls, under torchrun on one host."""
+    ranks = ranks_of(ranks)
     model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
     if model.store != "st.v4":
         raise InvalidInputError(f"platform {model.name} was measured with {model.store} stores; MegaMoE scatters with st.v4")
@@ -507,18 +474,11 @@ def cli(
         raise InvalidInputError(
             f"platform {model.name} is of {model.device.arch}; this script runs the SM90 kernel: give another"
         )
-    positive_int("--trials", trials, MOST_TRIALS)
-    for path, suffix in ((out, ".json"), (plot, ".png")):
-        if path is not None:
-            harness.check_writable(path, suffix)
-    if trials < harness.LEAST_TRIALS:
-        raise InvalidInputError(f"--trials is {trials}; expected at least {harness.LEAST_TRIALS}")
-    positive("--timeout-s", timeout_s)
+    check_run(trials, timeout_s, out, plot)
     routings = ROUTINGS[routing]
-    counts = list(dict.fromkeys(parse_tokens(tokens)))
-    plan = make_plan(
-        model, ranks, list(dict.fromkeys(parse_shapes(models, shapes))), counts, routings, parse_leads(leads), trials
-    )
+    counts = numbers_of("--tokens", tokens, MOST_TOKENS)
+    wanted = list(dict.fromkeys(parse_shapes(models, shapes)))
+    plan = make_plan(model, ranks, wanted, counts, routings, parse_leads(leads), trials, control)
     if not plan.cases:
         reason = "; ".join(f"{name}: {why}" for name, why in plan.skipped) or "no shape or no token count is given"
         raise InvalidInputError(f"nothing to measure: {reason}")
@@ -526,49 +486,16 @@ def cli(
         if env.torchrun_rank() == 0:
             print_plan(plan, timeout_s)
         return 0
-    if started < 2 or ranks != started:
-        wanted = f"torchrun --nproc-per-node={ranks}"
-        were = "1 process was" if started == 1 else f"{started} processes were"
-        raise InvalidInputError(f"{were} started for {ranks} ranks; start with {wanted}, or give --dry-run")
-    if out is None:
-        raise InvalidInputError("--out is missing; expected a file for the result, or --dry-run")
-    group = harness.GlooGroup(timeout_s)
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]  # no folder of this machine's
-    command = shlex.join(["torchrun", f"--nproc-per-node={ranks}", "benchmarks/ab_moe.py", *words])
-    try:
-        document = run(plan, group, out, command, timeout_s)
-        if group.rank == 0:
-            if document["cases"]:
-                print_result(document)
-            if document["error"]:
-                _complain(document["error"])
-            if plot and document["summary"].get("best"):
-                harness.plot_speedups(out, plot)
-    finally:
-        group.close()
-    return int(document["failed"])
 
+    def measured(group: Group, out: Path, command: str) -> dict[str, Any]:
+        return run(plan, group, out, command, timeout_s)
 
-def _complain(message: str) -> None:
-    if env.torchrun_rank() == 0:
-        print(f"ab_moe: {message}", file=sys.stderr, flush=True)
+    return measure_and_report(NAME, ranks, timeout_s, out, plot, measured, print_result)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
-    try:
-        return int(cli.main(args=args, prog_name="ab_moe.py", standalone_mode=False) or 0)
-    except click.ClickException as error:
-        _complain(error.format_message())
-        return 2
-    except (KeyboardInterrupt, click.Abort):
-        return 130
-    except BenchError as error:
-        _complain(str(error))
-        return 1
-    except XStageError as error:
-        _complain(str(error))
-        return 2
+    return run_cli(cli, NAME, args)
 
 
 if __name__ == "__main__":

@@ -57,11 +57,12 @@ class LateError(BenchError):
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things compared: ``family`` names the worker process that runs it, ``lead`` is what it is told, if any."""
+    """One of the things compared: ``family`` names the worker process that runs it, the rest is what it is told, if any."""
 
     name: str
     family: str
     lead: int | None = None
+    pulls: str | None = None
 
 
 def trial_order(arms: Sequence[Arm], trial: int) -> list[Arm]:
@@ -121,6 +122,12 @@ def spread(speedups: Sequence[float]) -> dict[str, float] | None:
     mean = math.exp(float(np.mean(np.log(speedups))))
     values = {"geomean": mean, "median": float(np.median(speedups)), "max": max(speedups), "min": min(speedups)}
     return {key: rounded(value) for key, value in values.items()} | {"cases": len(speedups)}
+
+
+def spread_text(value: Mapping[str, float]) -> str:
+    """A :func:`spread` in words."""
+    numbers = {"geometric mean": value["geomean"], "median": value["median"], "max": value["max"], "min": value["min"]}
+    return ", ".join(f"{name} {number:.3f}x" for name, number in numbers.items()) + f" over {value['cases']} cases"
 
 
 def rounded(value: float) -> float:

@@ -1,10 +1,7 @@
 """ab_moe.py without a GPU: the plan, the floors, the command line, and whole runs over fake workers in two ranks."""
 
 import json
-import os
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,81 +12,43 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import ab_moe  # noqa: E402
 import harness  # noqa: E402
-from harness import Group  # noqa: E402
 
 from xstage_plugin.burst_gap.catalog import load_platform  # noqa: E402
 
 PLATFORM = load_platform("h200-nvlink-pair")
-FAKE = f"""
-import json, os, sys, time
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from harness import serve
-wish = json.loads(sys.argv[1])
-class Fake:
-    def start(self, family, rank, ranks, local_rank, port, timeout_s):
-        self.family, self.rank, self.calls = family, rank, 0
-        assert "TORCHELASTIC_RUN_ID" not in os.environ
-        return {{"library_root": family, "in_place": family == wish.get("in_place")}}
+FAKE = """
+from fake_worker import FakeWorker, wish, work
+class Fake(FakeWorker):
+    def start(self, **arguments):
+        super().start(**arguments)
+        return {"library_root": self.family, "in_place": self.family == wish.get("in_place")}
     def rates(self):
-        return {{"copy_gbps": 4000.0, "bf16_tflops": 700.0, "fp8_tflops": wish.get("fp8_tflops")}}
+        return {"copy_gbps": 4000.0, "bf16_tflops": 700.0, "fp8_tflops": wish.get("fp8_tflops")}
     def prepare(self, shape, tokens, shares, seed):
         self.do("prepare", None)
-        return [round(share * tokens * shape["topk"]) for share in shares[0]]
-    def run(self, lead):
+        return {"pairs": [round(share * tokens * shape["topk"]) for share in shares[0]], "tokens": [tokens] * len(shares)}
+    def run(self, lead, pulls):
         self.do("run", lead)
-        return {{None: 1000.0, 0: 1001.0}}.get(lead, 800.0 + (lead or 0)) + self.rank
-    def check(self, lead):
+        return {None: 1000.0, 0: 1001.0}.get(lead, 800.0 + (lead or 0)) - 100 * (pulls == "shared") + self.rank
+    def check(self, lead, pulls):
         self.do("check", lead)
         self.calls += 1
-        wrong = wish.get("wrong") == [self.rank, lead] and self.calls > wish.get("after", 0)
-        finite = wish.get("poisoned") != [self.rank, lead]
-        return {{"digest": "wrong" if wrong else f"y of rank {{self.rank}}", "finite": finite}}
-    def do(self, step, lead):
-        if wish.get("hang") == [self.rank, step, lead]: time.sleep(60)
-        if wish.get("die") == [self.rank, step, lead]: os._exit(7)
-    def close(self): return None
-serve(Fake(), int(sys.argv[-1]))
+        return {"digest": "wrong" if self.wrong(lead) else f"y of rank {self.rank}", "finite": self.finite(lead)}
+work(Fake())
 """
 
 
-class ThreadGroup(Group):
-    """Ranks as threads of this process."""
-
-    def __init__(self, rank, barrier, table):
-        self.rank, self.local_rank, self.size = rank, rank, barrier.parties
-        self.barrier, self.table = barrier, table
-
-    def gather(self, value):
-        self.table[self.rank] = value
-        self.barrier.wait(30)
-        values = list(self.table)
-        self.barrier.wait(30)
-        return values
-
-
 @pytest.fixture
-def measure(tmp_path):
+def measure(fake_worker, on_two_ranks, tmp_path):
     """measure(timeout_s=..., **wish) -> (documents of both ranks, the result file)."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
 
     def call(timeout_s=20.0, routings=("balanced",), **wish):
         shapes = ab_moe.parse_shapes(None, ["4096,512,128,8"])
-        plan = ab_moe.make_plan(PLATFORM, 2, shapes, [8192], routings, ["auto", "24"], 6)
-        barrier, table, documents = threading.Barrier(2), [None, None], [None, None]
-        command = [sys.executable, str(script), json.dumps(wish)]
-
-        def rank(number):
-            group = ThreadGroup(number, barrier, table)
-            out = tmp_path / "result.json"
-            documents[number] = ab_moe.run(plan, group, out, "command", timeout_s, {"stock": command, "xstage": command})
-
-        ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(60)
-        return documents, json.loads((tmp_path / "result.json").read_text())
+        plan = ab_moe.make_plan(PLATFORM, 2, shapes, [8192], routings, ["auto", "24"], 6, True)
+        out, command = tmp_path / "result.json", fake_worker(FAKE, wish)
+        commands = dict.fromkeys(plan.families, command)
+        documents = on_two_ranks(lambda group: ab_moe.run(plan, group, out, "command", timeout_s, commands))
+        return documents, json.loads(out.read_text())
 
     return call
 
@@ -100,12 +59,13 @@ def test_a_run_times_every_arm_and_judges_auto(measure, capsys, tmp_path):
     assert (result["complete"], result["failed"], result["error"]) == (True, False, None)
     case = result["cases"][0]
     rows = {row["name"]: row for row in case["arms"]}
-    assert list(rows) == ["stock", "wave", "lead 24", "lead 33"]
+    assert list(rows) == ["stock", "stock again", "wave", "wave, shared", "lead 33", "lead 24, shared", "lead 33, shared"]
     assert all(len(row["samples_us"]) == 6 for row in rows.values())
     assert rows["stock"]["samples_us"] == [1001.0] * 6  # the maximum over ranks
-    assert rows["lead 24"]["speedup"] == pytest.approx(1001 / 825, rel=1e-4)
-    assert (case["auto_arm"], case["best_arm"]) == ("lead 33", "lead 24")
-    assert case["auto_regret"] == pytest.approx(834 / 825 - 1, rel=1e-3)
+    assert rows["lead 24, shared"]["speedup"] == pytest.approx(1001 / 725, rel=1e-4)
+    assert (case["auto_arm"], case["order_arm"], case["best_arm"]) == ("lead 33, shared", "lead 33", "lead 24, shared")
+    assert (case["auto"]["lead_rows"], case["auto"]["pulls"], case["auto"]["word"]) == (33, "shared", 33 + 65536)
+    assert case["auto_regret"] == pytest.approx(734 / 725 - 1, rel=1e-3)
     assert case["floor"]["bound"] == "link"
     assert rows["stock"]["floor_ratio"] == pytest.approx(1001 / case["floor"]["floor_us"], rel=1e-3)
     assert result["meta"]["rates"]["fp8_tflops"] == 1400
@@ -113,7 +73,8 @@ def test_a_run_times_every_arm_and_judges_auto(measure, capsys, tmp_path):
     assert result["summary"]["auto"]["cases"] == 2
     ab_moe.print_result(result)
     out = capsys.readouterr().out
-    assert "auto: geometric mean 1.200x" in out
+    assert "auto: geometric mean 1.364x" in out
+    assert "stock again: geometric mean 1.000x" in out
     harness.plot_speedups(tmp_path / "result.json", tmp_path / "plot.png")
 
 
@@ -123,12 +84,12 @@ def test_a_mismatch_is_written_and_fails_the_run(measure, capsys, calls, when):
     assert all(document["failed"] for document in documents)
     assert result["complete"]
     case = result["cases"][0]
-    wrong = next(row for row in case["arms"] if row["name"] == "lead 24")
+    wrong = next(row for row in case["arms"] if row["name"] == "lead 24, shared")
     assert f"{when} timing, rank 1: y differs from stock's" in wrong["failures"]
     assert "speedup" not in wrong
-    assert case["best_arm"] == "lead 33"
+    assert case["best_arm"] == "lead 33, shared"
     ab_moe.print_result(result)
-    assert "lead 24: " in capsys.readouterr().out
+    assert "lead 24, shared: " in capsys.readouterr().out
 
 
 def test_poison_that_is_left_fails_every_figure_of_the_case(measure, capsys):
@@ -142,7 +103,7 @@ def test_poison_that_is_left_fails_every_figure_of_the_case(measure, capsys):
 @pytest.mark.parametrize(
     ("wish", "error"),
     [
-        ({"hang": [1, "run", 24]}, "rank 1, arm lead 24, run: no answer within 4 s; its worker was ended"),
+        ({"hang": [1, "run", 24]}, "rank 1, arm lead 24, shared, run: no answer within 4 s; its worker was ended"),
         ({"hang": [0, "prepare", None]}, "rank 0, arm stock, prepare: no answer within 4 s; its worker was ended"),
         ({"die": [1, "check", 0]}, "rank 1, arm wave, check: the worker ended by itself (exit code 7)"),
         ({"in_place": "xstage"}, "the installed deep_gemm carries our change itself"),
@@ -161,74 +122,70 @@ def shapes_of(*texts):
     return ab_moe.parse_shapes(None, texts)
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks", "reason"),
-    [
-        ("4096,512,128,8", 2, None),
-        ("4096,4096,128,32", 8, None),
-        ("4096,512,128,8", 3, "128 experts are no multiple of the 3 ranks"),
-        ("1408,512,128,8", 2, "hidden 1408 is no multiple of 256"),
-        ("4096,576,128,8", 2, "intermediate 576 is no multiple of 128"),
-        ("4096,4224,128,8", 2, "intermediate 4224 is above 4096"),
-        ("4096,512,128,33", 2, "topk 33 is above 32"),
-    ],
-)
-def test_shapes_that_the_kernel_does_not_take_are_named(text, ranks, reason):
-    assert ab_moe.refusal(shapes_of(text)[0], ranks) == reason
-
-
 def test_auto_is_what_the_product_would_run_and_is_timed_once():
     plan = ab_moe.make_plan(
         PLATFORM, 2, shapes_of("4096,512,128,8", "4096,2048,128,8"), [8192], ["skewed"], ["auto", "33", "0"], 20
     )
     fine, coarse = plan.cases
-    assert [arm.lead for arm in fine.arms] == [None, 0, 33]
-    assert (fine.choice.lead_rows, fine.auto_arm) == (33, "lead 33")
-    assert coarse.auto_arm == "wave"
-    assert plan.steps == 2 * (2 + 3 * 22)
+    assert [(arm.lead, arm.pulls) for arm in fine.arms[1:]] == [(0, "stock"), (0, "shared"), (33, "stock"), (33, "shared")]
+    assert (fine.choice.lead_rows, fine.auto_arm, fine.order_arm) == (33, "lead 33, shared", "lead 33")
+    assert (coarse.auto_arm, coarse.order_arm) == ("wave, shared", "wave")
+    assert plan.families == ("stock", "xstage")
+    # The lead that was asked for is an arm of the coarse case too, with shared pulls.
+    assert plan.steps == (1 + 5 * 22) + (1 + 4 * 22)
+
+
+def test_a_control_is_the_untouched_library_in_a_process_of_its_own():
+    plan = ab_moe.make_plan(PLATFORM, 2, shapes_of("4096,512,128,8"), [8192], ["balanced"], ["auto"], 20, control=True)
+    assert plan.families == ("stock", "control", "xstage")
+    assert plan.cases[0].arms[1].lead is None
 
 
 def test_a_sweep_surrounds_the_knee_and_stays_within_the_rows():
     many, few = ab_moe.make_plan(PLATFORM, 2, shapes_of("4096,512,128,8"), [8192, 16], ["balanced"], ["sweep"], 20).cases
-    assert [arm.lead for arm in many.arms] == [None, 0, 8, 16, 25, 33, 50, 66, 99]
+    assert [arm.lead for arm in many.arms if arm.pulls == "shared"] == [0, 8, 16, 25, 33, 50, 66, 99]
     assert max(arm.lead for arm in few.arms[1:]) <= few.decision.load.rows
 
 
-def test_link_bytes_are_combine_stores_and_answers_to_dispatch_pulls():
-    case = ab_moe.make_plan(PLATFORM, 2, shapes_of("4096,512,128,8"), [8192], ["balanced"], ["auto"], 20).cases[0]
-    pairs = ab_moe.expected_pairs(case, 2)
-    assert pairs.shape == (2, 128)
+RATES = {"fp8_tflops": 1000.0, "copy_gbps": 4000.0}
+
+
+@pytest.fixture
+def fine_case():
+    return ab_moe.make_plan(PLATFORM, 2, shapes_of("4096,512,128,8"), [8192], ["balanced"], ["auto"], 20).cases[0]
+
+
+def test_link_bytes_are_combine_stores_and_answers_to_dispatch_pulls_of_each_token_once(fine_case):
+    pairs, tokens = ab_moe.expected_pairs(fine_case, 2), ab_moe.expected_tokens(fine_case, 2)
+    assert (pairs.shape, tokens.shape) == ((2, 128), (2, 2))
     assert pairs.sum() == pytest.approx(2 * 8192 * 8)
-    rates = {"fp8_tflops": 1000.0, "copy_gbps": 4000.0}
-    floor = ab_moe.physical_floor(case, pairs, PLATFORM, rates)
-    away = 8192 * 8 / 2
-    assert floor["link_bytes"] == pytest.approx(away * (2 * 4096 + 4096 + 128), rel=1e-4)
+    # With 8 experts a token, hardly one goes to a single rank of two.
+    assert tokens == pytest.approx(8192 * (1 - 0.5**8))
+    floor = ab_moe.physical_floor(fine_case, pairs, tokens, PLATFORM, RATES)
+    stored, pulled = 8192 * 8 / 2, 8192 * (1 - 0.5**8)
+    assert floor["link_bytes"] == pytest.approx(stored * 2 * 4096 + pulled * (4096 + 128), rel=1e-4)
     assert floor["matrix_operations"] == pytest.approx(8192 * 8 * 6 * 4096 * 512, rel=1e-4)
     assert floor["memory_bytes"] == pytest.approx(64 * 3 * 4096 * 512 + 8192 * 9 * 2 * 4096, rel=1e-4)
     assert floor["floor_us"] == max(floor["link_us"], floor["matrix_us"], floor["memory_us"])
-    stays = np.zeros((2, 128))
-    stays[0, :64] = stays[1, 64:] = 1024
-    assert ab_moe.physical_floor(case, stays, PLATFORM, rates)["link_bytes"] == 0
-    assert ab_moe.physical_floor(case, stays, PLATFORM, rates | {"copy_gbps": None})["bound"] == "matrix"
 
 
-def test_all_of_one_rank_s_experts_count_its_combine_stores():
-    case = ab_moe.make_plan(PLATFORM, 2, shapes_of("4096,512,128,8"), [8192], ["balanced"], ["auto"], 20).cases[0]
-    pairs = np.zeros((2, 128))
+def test_tokens_that_stay_cost_the_link_nothing(fine_case):
+    pairs, tokens = np.zeros((2, 128)), np.diag([8192.0, 8192.0])
+    pairs[0, :64] = pairs[1, 64:] = 1024
+    assert ab_moe.physical_floor(fine_case, pairs, tokens, PLATFORM, RATES)["link_bytes"] == 0
+    assert ab_moe.physical_floor(fine_case, pairs, tokens, PLATFORM, RATES | {"copy_gbps": None})["bound"] == "matrix"
+
+
+def test_all_of_one_rank_s_experts_count_its_combine_stores(fine_case):
+    pairs, tokens = np.zeros((2, 128)), np.array([[1000.0, 0.0], [1000.0, 0.0]])
     pairs[:, 0] = 1000
-    floor = ab_moe.physical_floor(case, pairs, PLATFORM, {"fp8_tflops": 1000.0, "copy_gbps": 4000.0})
+    floor = ab_moe.physical_floor(fine_case, pairs, tokens, PLATFORM, RATES)
     assert floor["link_bytes"] == pytest.approx(1000 * 2 * 4096, rel=1e-4)
 
 
-def script(*args, **variables):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("XSTAGE_")} | variables
-    command = [sys.executable, str(BENCHMARKS / "ab_moe.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-
-
-def test_dry_run_prints_the_plan_without_torch_and_gpus(tmp_path):
+def test_dry_run_prints_the_plan_without_torch_and_gpus(tmp_path, script):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    run = script("--dry-run", PYTHONPATH=str(tmp_path))
+    run = script("ab_moe", "--dry-run", PYTHONPATH=str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
     assert "4096x512 E128 K8 T8192 balanced" in run.stdout
     assert "Hy3 4096x1536 E192 K8 T8192 skewed" in run.stdout
@@ -236,9 +193,9 @@ def test_dry_run_prints_the_plan_without_torch_and_gpus(tmp_path):
     assert "auto runs interleaved: " in run.stdout
 
 
-def test_a_dry_run_takes_what_a_run_takes():
+def test_a_dry_run_takes_what_a_run_takes(script):
     options = ["--models", "hy3,qwen3.5", "--shapes", "2048,512,64,8", "--tokens", "512,8192", "--routing", "skewed"]
-    run = script("--dry-run", *options, "--leads", "auto,24", "--trials", "40", "--ranks", "4")
+    run = script("ab_moe", "--dry-run", *options, "--leads", "auto,24", "--trials", "40", "--ranks", "4")
     assert run.returncode == 0, run.stderr
     assert "Plan: 6 cases on 4 ranks, 40 trials" in run.stdout
 
@@ -273,8 +230,8 @@ def test_wrong_input_is_one_line_and_exit_2(args, message, capsys, monkeypatch):
     assert (err.count("\n"), out) == (1, "")
 
 
-def test_a_real_run_wants_torchrun_and_a_file(tmp_path, capsys, monkeypatch):
-    alone = script("--out", str(tmp_path / "result.json"))
+def test_a_real_run_wants_torchrun_and_a_file(tmp_path, capsys, monkeypatch, script):
+    alone = script("ab_moe", "--out", str(tmp_path / "result.json"))
     assert (alone.returncode, alone.stderr.count("\n")) == (2, 1)
     assert "start with torchrun --nproc-per-node=2" in alone.stderr
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
