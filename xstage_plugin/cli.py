@@ -376,14 +376,20 @@ def overlay_status(as_json: bool) -> None:
 def overlay_build(as_json: bool) -> None:
     """Check the installed library against its pin and build its overlay in the user's cache."""
     from xstage_plugin.upstream.activate import prepare
+    from xstage_plugin.upstream.check import unrun_note
+    from xstage_plugin.upstream.pins import Status
 
     prepared = prepare()
     root = str(prepared.overlay.root) if prepared.overlay else None
     built = prepared.overlay is not None and prepared.overlay.built_now
     if as_json:
-        report.print_json({"target": prepared.pin.name, "overlay": root, "built_now": built})
+        status = prepared.pin.status.value
+        report.print_json({"target": prepared.pin.name, "status": status, "overlay": root, "built_now": built})
     else:
-        click.echo(f"{prepared.pin.name}: {'built' if built else 'ready'} {root or '(the tree carries the change itself)'}")
+        what = "built" if built else "there already:"
+        click.echo(f"{prepared.pin.name}: {what} {root or '(the tree carries the change itself)'}")
+        if prepared.pin.status is Status.UNRUN:
+            click.echo(unrun_note(prepared.pin))
 
 
 @overlay.command("clean")

@@ -129,7 +129,7 @@ def test_auto_is_what_the_product_would_run_and_is_timed_once():
     fine, coarse = plan.cases
     assert [(arm.lead, arm.pulls) for arm in fine.arms[1:]] == [(0, "stock"), (0, "shared"), (33, "stock"), (33, "shared")]
     assert (fine.choice.lead_rows, fine.auto_arm, fine.order_arm) == (33, "lead 33, shared", "lead 33")
-    assert (coarse.auto_arm, coarse.order_arm) == ("wave, shared", "wave")
+    assert (coarse.auto_arm, coarse.order_arm) == ("wave", "wave")
     assert plan.families == ("stock", "xstage")
     # The lead that was asked for is an arm of the coarse case too, with shared pulls.
     assert plan.steps == (1 + 5 * 22) + (1 + 4 * 22)

@@ -106,7 +106,7 @@ def check_calls(rank, library):
     seen["launches then"] = library.launches
     moe_call._compile = lambda *_: None
     seen["as set"] = call()
-    seen["wave with shared pulls"] = call(schedule="wave")
+    seen["wave with shared pulls"] = call(schedule="wave", pulls="shared")
     seen["interleaved"] = call(schedule="interleaved", lead=7, pulls="stock")
     seen["stays"] = call()
     # One rank asks for another order than the other: it is its own affair.

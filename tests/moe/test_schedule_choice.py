@@ -42,8 +42,14 @@ def test_what_is_asked_for_is_done():
 )
 def test_pulls_are_shared_where_that_can_gain(asked, can_share, ranks, pulls):
     workload = replace(FINE, ranks=ranks)
-    for schedule in ("auto", "wave", "interleaved"):
-        assert choose_schedule(workload, schedule, "auto", PAIR, asked, can_share).pulls == pulls
+    assert choose_schedule(workload, "interleaved", 9, PAIR, asked, can_share).pulls == pulls
+
+
+def test_the_wave_keeps_stock_pulls_unless_others_are_asked_for():
+    for workload, schedule in ((FINE, "wave"), (COARSE, "auto")):
+        assert choose_schedule(workload, schedule, "auto", PAIR).pulls == "stock"
+        assert choose_schedule(workload, schedule, "auto", PAIR, "shared").pulls == "shared"
+    assert choose_schedule(FINE, "auto", "auto", PAIR).pulls == "shared"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def set_schedule(
         sym_buffer: what ``deep_gemm.get_symm_buffer_for_mega_moe`` returned.
         schedule: the order of tiles: ``auto`` (the advisor decides), ``wave`` (the original) or ``interleaved``.
         lead: rows that Linear-1 stays ahead, or ``auto``.
-        pulls: ``stock``, ``shared`` (a token crosses the link once for all experts of a rank), or ``auto``: shared wherever
-            the kernel can.
+        pulls: ``stock``, ``shared`` (a token crosses the link once for all experts of a rank), or ``auto``: shared with an
+            interleaved order, where the kernel can.
         platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM.
 
     Returns:

@@ -9,9 +9,10 @@ from typing import Any
 
 from xstage_plugin import env
 from xstage_plugin.errors import InvalidInputError
+from xstage_plugin.moe.advisor import WAVE
 from xstage_plugin.moe.buffer_schedule import set_schedule
 from xstage_plugin.moe.kernel_limits import kernel_refusal
-from xstage_plugin.moe.schedule_choice import AUTO, STOCK_PULLS, parse_lead
+from xstage_plugin.moe.schedule_choice import AUTO, parse_lead
 from xstage_plugin.upstream.activate import ensure_active
 
 FACTORY = "get_symm_buffer_for_mega_moe"
@@ -42,8 +43,7 @@ def register_moe(allow_unrun: bool = False) -> None:
         schedule, pulls = env.moe_schedule(), env.moe_pulls()
         # A new buffer holds the original already, and a program that asks for nothing pays nothing.
         if schedule is not None or pulls is not None:
-            pulls = pulls or (STOCK_PULLS if schedule is None else AUTO)
-            set_schedule(sym_buffer, schedule or "wave", parse_lead(env.moe_lead()), pulls=pulls)
+            set_schedule(sym_buffer, schedule or WAVE, parse_lead(env.moe_lead()), pulls=pulls or AUTO)
         return sym_buffer
 
     setattr(checked, MARK, True)

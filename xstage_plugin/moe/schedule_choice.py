@@ -58,7 +58,8 @@ def choose_schedule(
         schedule: the order of tiles: ``auto``, ``wave`` or ``interleaved``.
         lead: rows that Linear-1 stays ahead under ``interleaved``, or ``auto`` for the advisor's.
         platform: what the advisor decides by.
-        pulls: ``stock``, ``shared``, or ``auto``: shared wherever there are ranks to pull from and the kernel can.
+        pulls: ``stock``, ``shared``, or ``auto``: shared where the order is interleaved, there are ranks to pull from and the
+            kernel can. Where the advisor stays with the wave, Dispatch is not what holds the tiles up, and copies cost.
         can_share: the kernel has shared pulls.
 
     Raises:
@@ -67,18 +68,14 @@ def choose_schedule(
     """
     if schedule not in SCHEDULES:
         raise InvalidInputError(f"schedule is {shown(schedule)}; expected one of {', '.join(SCHEDULES)}")
-    pulls = _pulls(pulls, can_share, workload.ranks)
-    rows = _lead(lead)
-    if schedule == WAVE:
-        if rows is not None:
-            raise InvalidInputError(f"lead is {rows} under schedule 'wave'; a lead goes with 'interleaved' or 'auto'")
-        return ScheduleChoice(0, "asked for", pulls)
-    if schedule == INTERLEAVED and rows is not None:
-        return ScheduleChoice(rows, "asked for", pulls)
-    decision = advise_moe(platform, workload)
-    if schedule == AUTO and decision.schedule == WAVE:
-        return ScheduleChoice(0, decision.reason, pulls)
-    return ScheduleChoice(rows or min(decision.lead_knee_rows, LARGEST_LEAD), decision.reason, pulls)
+    if pulls not in PULLS:
+        raise InvalidInputError(f"pulls is {shown(pulls)}; expected one of {', '.join(PULLS)}")
+    if pulls == SHARED_PULLS and not can_share:
+        raise InvalidInputError("pulls is 'shared', which the kernel of this GPU has not; expected 'auto' or 'stock'")
+    rows, reason = _order(workload, schedule, _lead(lead), platform)
+    if pulls == AUTO:
+        pulls = SHARED_PULLS if rows and can_share and workload.ranks > 1 else STOCK_PULLS
+    return ScheduleChoice(rows, reason, pulls)
 
 
 def parse_lead(text: str) -> str | int:
@@ -95,14 +92,18 @@ def parse_lead(text: str) -> str | int:
         raise InvalidInputError(f"lead is {shown(text)}; expected 'auto' or a whole number of rows") from None
 
 
-def _pulls(pulls: str, can_share: bool, ranks: int) -> str:
-    if pulls not in PULLS:
-        raise InvalidInputError(f"pulls is {shown(pulls)}; expected one of {', '.join(PULLS)}")
-    if pulls == SHARED_PULLS and not can_share:
-        raise InvalidInputError("pulls is 'shared', which the kernel of this GPU has not; expected 'auto' or 'stock'")
-    if pulls == AUTO:
-        return SHARED_PULLS if can_share and ranks > 1 else STOCK_PULLS
-    return pulls
+def _order(workload: MoeWorkload, schedule: str, rows: int | None, platform: PlatformModel) -> tuple[int, str]:
+    """Lead in rows, 0 for the wave, and the reason."""
+    if schedule == WAVE:
+        if rows is not None:
+            raise InvalidInputError(f"lead is {rows} under schedule 'wave'; a lead goes with 'interleaved' or 'auto'")
+        return 0, "asked for"
+    if schedule == INTERLEAVED and rows is not None:
+        return rows, "asked for"
+    decision = advise_moe(platform, workload)
+    if schedule == AUTO and decision.schedule == WAVE:
+        return 0, decision.reason
+    return rows or min(decision.lead_knee_rows, LARGEST_LEAD), decision.reason
 
 
 def _lead(lead: str | int) -> int | None:
