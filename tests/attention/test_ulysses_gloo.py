@@ -52,6 +52,15 @@ def test_only_the_first_call_talks_to_the_other_ranks(ranks):
     assert all(rank["prepared once"] is True for rank in ranks)
 
 
+def test_ranks_of_a_span_meet_also_when_one_of_them_has_met_another_group_before(ranks):
+    everybody = list(range(len(ranks)))
+    for rank in ranks:
+        assert rank["meeting"]["counts"] == [0] * (len(ranks) - 1) + [1], "the double does not count like torch"
+        assert rank["meeting"]["met"] == everybody
+        assert rank["meeting"]["named"]
+    assert ranks[-1]["meeting"]["alone"] == [[7]]
+
+
 def test_calls_prepared_inside_or_outside_of_inference_mode_run_in_both(ranks):
     for rank in ranks:
         assert len(rank["inference mode"]) == 16

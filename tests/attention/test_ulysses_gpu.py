@@ -10,7 +10,7 @@ import pytest
 
 RANKS = Path(__file__).with_name("ulysses_ranks.py")
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 280
+TIMEOUT_S = 570
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -45,6 +45,7 @@ def found(request, summaries):
 
 CHECKS = (
     "spans",
+    "in flight",
     "rounds, barrier",
     "rounds, inputs",
     "loaded",
@@ -77,8 +78,8 @@ def test_late_ranks_late_readers_and_a_loaded_link_change_no_result(found, check
     assert [rank[check] for rank in found] == [0, 0]
 
 
-@pytest.mark.parametrize("check", ["spans", "graph", "steady", "compiled"])
-def test_spans_graphs_compiled_calls_and_steady_state_hold(found, check):
+@pytest.mark.parametrize("check", ["spans", "in flight", "graph", "steady", "compiled"])
+def test_spans_many_calls_graphs_compiled_calls_and_steady_state_hold(found, check):
     for rank in found:
         assert len(rank[check]) >= 2
         assert all(rank[check].values()), rank[check]

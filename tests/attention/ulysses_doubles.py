@@ -67,6 +67,24 @@ class FakeSpan:
         dist.barrier(self.group)
 
 
+class CountedExchange:
+    """torch's exchange of handles: one counter for all groups of a process, and the count is in the keys.
+
+    ``rendezvous`` gives what every rank brought instead of a handle.
+    """
+
+    def __init__(self):
+        self.count = 0
+
+    def rendezvous(self, tensor, name):
+        group = torch._C._distributed_c10d._resolve_process_group(name)
+        # Through C++, as torch's own.
+        store = dist.PrefixStore("exchange", group.get_group_store())
+        count, self.count = self.count, self.count + 1
+        store.set(f"{count}/{group.rank()}", str(int(tensor)))
+        return [int(store.get(f"{count}/{rank}")) for rank in range(group.size())]
+
+
 class PlainAttention:
     """softmax(scale q k^T) v in float64, row block by row block; counts its calls."""
 

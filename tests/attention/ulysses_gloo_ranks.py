@@ -7,16 +7,18 @@ import json
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from attention.ulysses_doubles import FakeSpan, PlainAttention, expected_attention
+from attention.ulysses_doubles import CountedExchange, FakeSpan, PlainAttention, expected_attention
 
 from xstage_plugin.attention.input_exchange import input_span_shape
 from xstage_plugin.attention.layout import Q_ORDERS, UlyssesLayout
 from xstage_plugin.attention.peer_span import PeerSpan, ledger
 from xstage_plugin.attention.routes import BARRIER, INPUTS
 from xstage_plugin.attention.serial import exchange_nccl
+from xstage_plugin.attention.span_meeting import Meeting
 from xstage_plugin.attention.ulysses import UlyssesAttention, UlyssesCall, prepare_ulysses, release_ulysses, ulysses_attention
 from xstage_plugin.errors import XStageError
 
@@ -295,6 +297,26 @@ def check_subgroup():
     return "ok"
 
 
+def check_meeting():
+    """The last rank has met alone before all meet, so that torch's count is another one there: the counts, and who met."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    alone = dist.new_group([ranks - 1])
+    exchange = CountedExchange()
+    met = []
+    with mock.patch.object(torch._C._distributed_c10d._SymmetricMemory, "rendezvous", exchange.rendezvous):
+        if rank == ranks - 1:
+            met.append(Meeting(alone, "alone").rendezvous(torch.tensor(7)))
+        counts = [None] * ranks
+        dist.all_gather_object(counts, exchange.count)
+        together = Meeting(dist.group.WORLD, "together")
+        met.append(together.rendezvous(torch.tensor(rank)))
+    resolve = torch._C._distributed_c10d._resolve_process_group
+    named = resolve("together") is dist.group.WORLD
+    together.close()
+    together.close()
+    return {"counts": counts, "met": met[-1], "alone": met[:-1], "named": named}
+
+
 def check_inference_mode():
     """Prepared inside or outside of inference_mode, a call works in both: {where it was made and where it runs: right}."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -378,6 +400,7 @@ def main():
     results["compared"] = {name: check_case(*case) for name, case in CASES[ranks].items()}
     results["ordering"] = {ordering: check_ordering(ordering) for ordering in (BARRIER, INPUTS)}
     results["prepared once"] = check_public_call()
+    results["meeting"] = check_meeting()
     results["inference mode"] = check_inference_mode()
     results["told"], results["local"] = refusals()
     if ranks == 3:

@@ -1,4 +1,4 @@
-"""One rank of the Ulysses check on GPUs, started by torchrun from test_ulysses_gpu.py: prints one JSON summary.
+"""One rank of the Ulysses check on GPUs, started by torchrun from test_ulysses_gpu.py: a JSON summary, kept after every check.
 
 Every result is compared bit by bit: moving tiles elsewhere must not change them. Buffers hold NaN before each run, so that a
 row that nobody wrote is seen. A comparison that fails is recorded and the run goes on; a rank that stopped alone would leave
@@ -6,17 +6,20 @@ its peers waiting.
 """
 
 import argparse
+import faulthandler
+import functools
 import importlib.util
-import json
+import itertools
 import os
 import shutil
-import sys
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ulysses_run import Run, chosen
 
 from xstage_plugin.attention.backends import BACKENDS
 from xstage_plugin.attention.launch_plan import serial_plan
@@ -30,6 +33,7 @@ from xstage_plugin.errors import XStageError
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 ROUNDS = 100
 SLEEP_CYCLES = 1_000_000  # some 0.5 ms
+STILL_S = 40
 
 
 def cases(ranks):
@@ -95,6 +99,16 @@ class Checks:
     def settings(self, **more):
         return {"backend": self.kernel, "device": self.device} | more
 
+    def find(self, name, table):
+        """What the case of ``table`` or the check of this name finds; {refused: reason} where the kernel cannot run a case."""
+        if name not in table:
+            found = CHECKS[name](self)
+            release_ulysses()
+            return found
+        layout, dtype, _ = table[name]
+        refused = self.kernel.refusal(layout.head_dim, dtype, self.device)
+        return {"refused": refused} if refused else self.case(*table[name])
+
     def case(self, layout, dtype, causal):
         """All arms of one case against the first: {arm: same bits}."""
         whole = model_inputs(layout, dtype, 11)
@@ -148,6 +162,57 @@ class Checks:
         call = prepare_ulysses(layout, BF16, mode="serial", **self.settings())
         return layout, whole, [call(*share_of(layout, self.rank, SEQUENCE, *x)).clone() for x in whole]
 
+    def in_flight(self):
+        """Many calls that the host does not wait for, by what they consist of: {part: right, or at least ended}."""
+        layout, whole, expected = self.small()
+        call = prepare_ulysses(layout, BF16, mode="fused", q_order=OWN_LAST, **self.settings())
+        shares = [share_of(layout, self.rank, OWN_LAST, *one) for one in whole]
+        span, own = call.span, call.span.local().view(-1)[:1]
+        peer = span.of((self.rank + 1) % self.ranks).view(-1)[:1]
+
+        def signals(turn):
+            peer.fill_(turn)
+            span.barrier()
+            wrong = own != turn
+            span.barrier()
+            return wrong
+
+        def entry(turn):
+            span.barrier()
+            call.issue(*shares[turn % 4])
+
+        def closing(turn):
+            call.issue(*shares[turn % 4])
+            span.barrier()
+
+        def both(turn):
+            return (call(*shares[turn % 4]) != expected[turn % 4]).any()
+
+        found = {}
+        for part, late in itertools.product((signals, entry, closing, both), (False, True)):
+            name = f"{part.__name__}, one rank late" if late else part.__name__
+            wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+            for turn in range(ROUNDS):
+                if late and turn % self.ranks == self.rank:
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                result = part(turn)
+                if result is not None:
+                    wrong += result.sum()
+            self.require_ended(name)
+            found[name] = not int(wrong)
+            dist.barrier()  # parts without a closing barrier leave peers that still store
+        return found
+
+    def require_ended(self, what):
+        """Everything launched ends within ``STILL_S``; where it does not, no later check could say anything."""
+        event = torch.cuda.Event()
+        event.record()
+        end = time.monotonic() + STILL_S
+        while not event.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {self.rank}: {what} stands still on the GPU")
+            time.sleep(0.001)
+
     def rounds(self, ordering):
         """Changing inputs, one rank late before its stores and another one late to read: wrong rounds."""
         layout, whole, expected = self.small()
@@ -165,6 +230,7 @@ class Checks:
             if (turn // 2) % self.ranks == self.rank:
                 torch.cuda._sleep(SLEEP_CYCLES)
             wrong += (out != expected[turn % 4]).any()
+        self.require_ended(f"rounds, {ordering}")
         return int(wrong)
 
     def loaded(self):
@@ -201,7 +267,7 @@ class Checks:
         found = {}
         for name, run, memory in (("call", call, static), ("module", layer, local)):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = run(*memory)
             for turn in range(4):
                 fresh = share_of(layout, self.rank, SEQUENCE, *whole[turn])
@@ -223,7 +289,7 @@ class Checks:
             "span": lambda: PeerSpan((4,), BF16),
         }.items():
             message, refused = "no error", torch.cuda.CUDAGraph()
-            with torch.cuda.graph(refused):
+            with torch.cuda.graph(refused, capture_error_mode="thread_local"):
                 static[0].add_(0)
                 message = message_of(attempt)
             found[f"{name} in a capture is refused"] = "inside a CUDA-graph capture; warm up first" in message
@@ -345,6 +411,13 @@ class Checks:
         else:
             found["a group of others"] = "is not in this group" in message_of(lambda: PeerSpan((7,), torch.float32, group))
         dist.barrier()
+        # The ranks of that group have met once more than the others.
+        with PeerSpan((7,), torch.float32, device=self.device) as span:
+            span.local().fill_(self.rank)
+            span.barrier()
+            found["all ranks after a group of some"] = span.slots(0)[:, 0].tolist() == list(range(self.ranks))
+            span.barrier()
+            torch.cuda.synchronize()
         return found
 
 
@@ -356,14 +429,9 @@ def message_of(attempt):
     return "no error"
 
 
-def say(text):
-    """Progress on stderr, so that a run that stops shows where."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 CHECKS = {
     "spans": lambda checks: checks.spans(),
+    "in flight": lambda checks: checks.in_flight(),
     "rounds, barrier": lambda checks: checks.rounds(BARRIER),
     "rounds, inputs": lambda checks: checks.rounds(INPUTS),
     "loaded": lambda checks: checks.loaded(),
@@ -377,50 +445,37 @@ CHECKS = {
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, help="also write the summary here, as OUT.RANK.json")
+    parser.add_argument("--out", type=Path, help="also keep the summary here, as OUT.RANK.json")
     parser.add_argument("--backends", default=",".join(kernel.name for kernel in BACKENDS))
-    parser.add_argument("--only", help="one case or check by name, for a run under compute-sanitizer ('127', 'spans', ...)")
+    parser.add_argument(
+        "--only", help="a case or check by name, or beginnings of names, comma-separated ('127', 'spans,rounds')"
+    )
+    parser.add_argument("--limit-s", type=float, default=100, help="seconds that one case or check may take")
     arguments = parser.parse_args()
-    local = int(os.environ["LOCAL_RANK"])
+    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    table = cases(ranks)
+    try:
+        names = chosen([*table, *CHECKS], arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    # The launcher ends this rank when another one ended: then it says where it was, too.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     torch.cuda.set_device(local)
     # A peer that died must not keep this one for long.
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local), timeout=timedelta(seconds=90))
-    table = cases(dist.get_world_size())
-    if arguments.only not in (None, *table, *CHECKS):
-        parser.error(f"unknown case {arguments.only!r}; known: {', '.join([*table, *CHECKS])}")
-    summary = {
-        "rank": dist.get_rank(),
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "kernels": {},
-        "seconds": {},
-    }
+    rank = dist.get_rank()
+    summary = {"rank": rank, "ranks": ranks, "torch": torch.__version__, "kernels": {}, "seconds": {}}
+    run = Run(summary, rank, arguments.out, arguments.limit_s)
     for kernel in (kernel for kernel in BACKENDS if kernel.name in arguments.backends.split(",")):
-        reason = kernel.refusal(128, BF16, torch.device("cuda", local))
+        checks = Checks(kernel)
+        reason = kernel.refusal(128, BF16, checks.device)
         if reason:
             summary["kernels"][kernel.name] = {"skipped": reason}
             continue
-        checks, found = Checks(kernel), {}
-        for name, case in table.items():
-            if arguments.only in (None, name):
-                start = time.monotonic()
-                say(f"{kernel.name}: {name}")
-                refused = kernel.refusal(case[0].head_dim, case[1], checks.device)
-                found[name] = {"refused": refused} if refused else checks.case(*case)
-                summary["seconds"][f"{kernel.name}, {name}"] = round(time.monotonic() - start, 1)
-        for name, check in CHECKS.items():
-            if arguments.only in (None, name):
-                start = time.monotonic()
-                say(f"{kernel.name}: {name}")
-                found[name] = check(checks)
-                summary["seconds"][f"{kernel.name}, {name}"] = round(time.monotonic() - start, 1)
-                release_ulysses()
-        summary["kernels"][kernel.name] = found
+        for name in names:
+            run.check(kernel.name, name, functools.partial(checks.find, name, table))
     torch.cuda.synchronize()
-    summary["ledger at the end"] = [str(entry) for entry in ledger()]
-    print(json.dumps(summary), flush=True)
-    if arguments.out:
-        arguments.out.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(summary))
+    run.end(**{"ledger at the end": [str(entry) for entry in ledger()]})
     dist.barrier()
     torch.cuda.synchronize()
     dist.destroy_process_group()

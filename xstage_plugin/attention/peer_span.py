@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import socket
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from xstage_plugin.attention.agreement import agree, group_or_world
 from xstage_plugin.attention.span_errors import SpanClosedError, SpanRefusedError
 from xstage_plugin.attention.span_facts import SpanFacts, require_mappable
 from xstage_plugin.attention.span_map import SpanMap
+from xstage_plugin.attention.span_meeting import Meeting
 from xstage_plugin.burst_gap.gpu_info import GpuError
 from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
@@ -27,6 +29,8 @@ BARRIER_TIMEOUT_MS = 600_000
 MULTICAST_HINT = "where NVLink multicast is off, set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
 # Strong: a span that nobody closed stays mapped, and listed, until the process ends.
 _open: list[PeerSpan] = []
+# The sets of ranks that this process has made spans over.
+_met: set[tuple[int, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class PeerSpan:
     the barrier are torch's symmetric memory; the span maps the same memory a second time, its own first and then the others in
     turn, almost twice round, so that the P ranks from any rank on are one plain tensor. The buffers start out undefined.
 
-    One stream at a time may use a span: its barrier has one channel.
+    One stream at a time may use a span: its barrier has one channel. Spans over different groups do not disturb each other;
+    torch's own symmetric memory may be put out of step by one over a part of the ranks (see :mod:`.span_meeting`).
 
     Args:
         shape_per_rank: elements of one rank's buffer, equal on all ranks.
@@ -98,6 +103,7 @@ class PeerSpan:
         import torch.distributed as dist
 
         self._map: SpanMap | None = None
+        self._meeting: Meeting | None = None
         self.closed = False
         self.group = group_or_world(group)
         refuse_capture("a span is made")
@@ -109,6 +115,10 @@ class PeerSpan:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         try:
+            # By itself: a rank without memory for it must not keep its peers waiting where they meet.
+            arrivals = agree(self.group, self._allocate, SpanRefusedError)
+            if any(out_of_step for _, out_of_step in arrivals):
+                self._meeting = Meeting(self.group, arrivals[0][0])
             agree(self.group, self._map_peers, SpanRefusedError)
         except BaseException:
             # Ranks that got their mapping give it back when another one did not.
@@ -130,20 +140,42 @@ class PeerSpan:
             gpu, unreachable = _gpu_and_unreachable(self.device)
         return SpanFacts(tuple(self.shape), str(self.dtype), self.device.type, _host(), gpu, unreachable)
 
-    def _map_peers(self) -> None:
+    def _allocate(self) -> tuple[str, bool]:
+        """Take this rank's buffer.
+
+        Returns a name that nobody else has, for the ranks to meet under, and whether torch's own way of meeting may be out of
+        step: this process has made spans over other ranks too.
+        """
         import torch
+        import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
         try:
             # Memory made under inference_mode could not be written outside of it.
             with torch.cuda.device(self.device), torch.inference_mode(False):
                 self._own = symmetric.empty(self.shape, dtype=self.dtype, device=self.device)
-                self._handle = symmetric.rendezvous(self._own, self.group)
+            # torch clears the signal words on the default stream and may not wait: that must not undo a peer's first signal.
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise InvalidInputError(f"cannot take symmetric memory for a span: {str(error).splitlines()[0]}") from None
+        _met.add(tuple(dist.get_process_group_ranks(self.group)))
+        return f"xstage-span-{uuid4().hex}", len(_met) > 1
+
+    def _map_peers(self) -> None:
+        import torch
+        import torch.distributed._symmetric_memory as symmetric
+
+        try:
+            with torch.cuda.device(self.device), torch.inference_mode(False):
+                meet = self._meeting.rendezvous if self._meeting else functools.partial(symmetric.rendezvous, group=self.group)
+                self._handle = meet(self._own)
                 pointers = self._handle.buffer_ptrs
                 # Own memory first: torch takes a range to be on the GPU that its first byte is on.
                 turn = [pointers[(self.rank + slot) % self.ranks] for slot in range(2 * self.ranks - 1)]
                 self._map = SpanMap(turn, self.device.index)
                 self._slots = self._tensor_over(self._map)
+            # The handle's tables went up on the default stream, and the first barrier may be on another one.
+            torch.cuda.synchronize(self.device)
         except (RuntimeError, GpuError) as error:
             raise InvalidInputError(f"cannot map the peers' memory: {str(error).splitlines()[0]}; {MULTICAST_HINT}") from None
 
@@ -220,6 +252,9 @@ class PeerSpan:
             torch.cuda.synchronize(self.device)
             self._map.close()
             self._map = None
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
 
     def __enter__(self) -> PeerSpan:
         return self
@@ -266,7 +301,7 @@ def _host() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-@cache
+@functools.cache
 def _close_at_exit() -> None:
     atexit.register(_close_what_is_idle)
 

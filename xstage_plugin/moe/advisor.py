@@ -244,10 +244,11 @@ def _decide(case: _Case) -> tuple[str, str]:
             f"{case.place.l2_bytes / 1e6:.1f} MB, which costs {case.place.cost:.0%}"
         )
     if case.speedup < 1 + LEAST_GAIN:
+        # Without the locality cost: what is saved is too little already.
+        gain = case.speedup * (1 + case.place.cost) - 1
         return WAVE, (
             f"interleaving would save {saved:.2f} us of {case.compute + case.stall_wave:.1f} us a tile, but not in the last "
-            f"{case.knee} of {case.load.rows} rows: {case.speedup - 1:.1%} over all, under the {LEAST_GAIN:.0%} that is "
-            "worth it"
+            f"{case.knee} of {case.load.rows} rows: {gain:.1%} over all, under the {LEAST_GAIN:.0%} that is worth it"
         )
     cost = f", {case.place.cost:.0%} of locality cost included" if case.place.cost else ""
     rest = (
