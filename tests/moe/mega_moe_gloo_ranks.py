@@ -8,6 +8,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,10 @@ def check_buffers(rank):
         "no tokens": {"num_max_tokens_per_rank": 0},
         "ranks differ": {"num_topk": 4 + rank},
     }
-    return {name: told(lambda change=change: check_buffer(dist.group.WORLD, shape | change)) for name, change in cases.items()}
+    found = {name: told(lambda change=change: check_buffer(dist.group.WORLD, shape | change)) for name, change in cases.items()}
+    with mock.patch("socket.gethostname", lambda: f"host-{rank}"):
+        found["two hosts"] = told(lambda: check_buffer(dist.group.WORLD, shape))
+    return found
 
 
 def main():

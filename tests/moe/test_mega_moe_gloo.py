@@ -128,6 +128,7 @@ def test_the_operator_is_sound_and_torch_compile_takes_a_prepared_call_whole(ran
         ("hidden", "InvalidInputError: MegaMoE takes no such buffer: hidden 4224 is no multiple of 256"),
         ("experts", "InvalidInputError: MegaMoE takes no such buffer: 129 experts are no multiple of the 2 ranks"),
         ("no tokens", "InvalidInputError: MegaMoE takes no such buffer: num_max_tokens_per_rank 0 is below 1"),
+        ("two hosts", "InvalidInputError: the group spans 2 hosts (host-0, host-1); MegaMoE's buffers need one NVLink host"),
         ("ranks differ", "InvalidInputError: the ranks ask for num_topk [4, 5]; expected the same on all"),
     ],
 )
