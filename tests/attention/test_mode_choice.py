@@ -1,8 +1,8 @@
 import pytest
 
 from xstage_plugin.attention.layout import UlyssesLayout
-from xstage_plugin.attention.mode_choice import choose_mode, find_platform
-from xstage_plugin.burst_gap.catalog import load_platform
+from xstage_plugin.attention.mode_choice import choose_mode
+from xstage_plugin.burst_gap.catalog import load_platform, platform_for
 from xstage_plugin.errors import InvalidInputError
 
 LONG, SHORT = (UlyssesLayout.even(rows, 8, 128, 2) for rows in (16384, 256))
@@ -65,4 +65,4 @@ def test_the_platform_is_the_given_one_the_variables_or_a_bundled_one_of_this_ge
     monkeypatch, given, variable, arch, name
 ):
     monkeypatch.setenv("XSTAGE_PLATFORM", variable)
-    assert find_platform(given, arch).name == name
+    assert platform_for(given, arch, "bulk").name == name

@@ -60,11 +60,12 @@ def told(step):
 
 
 def weights(experts=EXPERTS // 2):
-    """Of the right shapes; a byte each is enough, since nobody reads them."""
-    one = torch.zeros((), dtype=torch.uint8)
-    scales = torch.zeros(1)
-    l1 = one.expand(experts, 2 * INTERMEDIATE, HIDDEN)
-    return (l1, scales), (one.expand(experts, HIDDEN, INTERMEDIATE), scales)
+    """Of the right shapes; one value each is enough, since nobody reads them."""
+    value, scale = torch.zeros((), dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros(())
+    return tuple(
+        (value.expand(experts, n, k), scale.expand(experts, n // 128, k // 128))
+        for n, k in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    )
 
 
 def check_schedules(rank):
@@ -84,6 +85,21 @@ def check_schedules(rank):
     ):
         seen[name] = told(lambda arguments=arguments, options=options: set_schedule(buffer, *arguments, **options))
     seen["unchanged"] = current_schedule(buffer).word
+    seen["one rank gives a list"] = told(lambda: set_schedule(buffer, "interleaved", [7] if rank else 7))
+    other_fault = OSError("the disk is gone") if rank else buffer_schedule.choose_schedule
+    with mock.patch.object(buffer_schedule, "choose_schedule", side_effect=other_fault):
+        buffer_schedule._choose.cache_clear()
+        seen["one rank fails in another way"] = told(lambda: set_schedule(buffer, "auto", platform=PLATFORM))
+    with mock.patch.dict("os.environ", {"XSTAGE_PLATFORM": ""}):
+        seen["without a platform"] = set_schedule(buffer).lead_rows
+    gone = Buffer()
+    gone.buffer = None if rank else gone.buffer
+
+    def inside():
+        with schedule(gone, "wave"):
+            pass
+
+    seen["a buffer is gone on one rank"] = told(inside)
     return seen
 
 
@@ -96,7 +112,12 @@ def check_calls(rank, library):
         mega_moe(y, l1, l2, buffer, **options)
         return float(y[0, 0])
 
-    compile_kernel = moe_call._compile
+    moe_call._compile = lambda *_: None  # there is nothing to compile with here
+    fresh = Buffer()
+    fresh.topk_idx[0, 0] = EXPERTS if rank else 0
+    seen["first call, id out of range on one rank"] = told(lambda: mega_moe(y, l1, l2, fresh, check_ids=True))
+    seen["first call, no weights on one rank"] = told(lambda: prepare_mega_moe(None if rank else l1, l2, fresh))
+    seen["different steps"] = told(lambda: mega_moe(y, l1, l2, fresh) if rank else set_schedule(fresh, "wave"))
 
     def fails_on_rank_1(*_):
         if rank == 1:
@@ -112,13 +133,16 @@ def check_calls(rank, library):
     seen["stays"] = call()
     # One rank asks for another order than the other: it is its own affair.
     seen["own order"] = call(schedule="interleaved", lead=3 + rank, pulls="stock")
-    moe_call._compile = compile_kernel
     seen["no tokens"] = told(lambda: mega_moe(y[:0], l1, l2, buffer))
     for name, step in {
         "too many tokens": lambda: mega_moe(y[:1].expand(TOKENS + 1, HIDDEN).contiguous(), l1, l2, buffer),
         "wrong hidden": lambda: mega_moe(torch.empty(4, 8, dtype=torch.bfloat16), l1, l2, buffer),
         "wrong type": lambda: mega_moe(y.float(), l1, l2, buffer),
         "wrong weights": lambda: mega_moe(y, *weights(3), buffer),
+        "no y": lambda: mega_moe(None, l1, l2, buffer),
+        "no weights": lambda: mega_moe(y, None, l2, buffer),
+        "float weights": lambda: mega_moe(y, (l1[0].float(), l1[1]), l2, buffer),
+        "wrong scales": lambda: mega_moe(y, (l1[0], l1[1][:, :1]), l2, buffer),
         "lead alone": lambda: mega_moe(y, l1, l2, buffer, lead=3),
         "nonsense": lambda: mega_moe(y, l1, l2, buffer, schedule="fast"),
     }.items():
@@ -132,12 +156,12 @@ def check_calls(rank, library):
     buffer.topk_idx[2, 1] = -1
     buffer.topk_idx[3] = 5
     seen["padding and duplicates"] = told(lambda: call(check_ids=True))
-    seen |= check_operator(buffer, l1, l2)
+    seen |= check_operator(library, buffer, l1, l2)
     seen["destroyed"] = told(call)
     return seen
 
 
-def check_operator(buffer, l1, l2):
+def check_operator(library, buffer, l1, l2):
     call = prepare_mega_moe(l1, l2, buffer, schedule="interleaved", lead=12, pulls="stock")
     x = torch.full((4, HIDDEN), 2.0).to(torch.float8_e4m3fn)
     inputs = (x, torch.full((4, HIDDEN // 128), 3.0), torch.full((4, TOPK), 6), torch.full((4, TOPK), 7.0))
@@ -153,8 +177,25 @@ def check_operator(buffer, l1, l2):
     torch.library.opcheck(torch.ops.xstage.mega_moe.default, arguments, test_utils=tests)
     found["opcheck"] = "passed"
     found["no tokens of the operator"] = tuple(call(*(part[:0] for part in inputs), l1, l2).shape)
+    found["weights of the operator"] = told(lambda: call(*inputs, *weights(3)))
+    library.sms = 131
+    found["odd SMs of the operator"] = told(lambda: call(*inputs, l1, l2))
+    library.sms = 132
     found["a type"] = told(lambda: call(inputs[1], *inputs[1:], l1, l2))
     found["too many for the operator"] = told(lambda: call(x[:1].expand(TOKENS + 1, HIDDEN), *inputs[1:], l1, l2))
+    # A buffer in the place of one that is gone is another one.
+    first = Buffer()
+    stale = prepare_mega_moe(l1, l2, first, schedule="interleaved", lead=11)
+    place = id(first)
+    del first
+    kept = []
+    while len(kept) < 50:
+        kept.append(Buffer())
+        if id(kept[-1]) == place:
+            break
+    for other in kept[-1:]:
+        prepare_mega_moe(l1, l2, other, schedule="wave")
+    found["stale"] = told(lambda: stale(*inputs, l1, l2))
     buffer.buffer = None
     found["gone"] = told(lambda: call(*inputs, l1, l2))
     return found
@@ -176,7 +217,7 @@ def check_buffers(rank):
         "ranks differ": {"num_topk": 4 + rank},
     }
     found = {name: told(lambda change=change: check_buffer(dist.group.WORLD, shape | change)) for name, change in cases.items()}
-    with mock.patch("socket.gethostname", lambda: f"host-{rank}"):
+    with mock.patch("socket.gethostname", return_value=f"host-{rank}"):
         found["two hosts"] = told(lambda: check_buffer(dist.group.WORLD, shape))
     return found
 
@@ -188,7 +229,7 @@ def main():
     dist.init_process_group("gloo")
     library = sys.modules["deep_gemm"] = Library()
     activation = types.SimpleNamespace(pin=load_pin("sgl-deep-gemm-0.1.3"))
-    for module in (word_module, buffer_schedule):
+    for module in (word_module, buffer_schedule, moe_call):
         module.require_overlay = lambda: activation
     # A CPU has no compute capability; the advisor's platform is of an H200.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

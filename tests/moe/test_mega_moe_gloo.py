@@ -65,6 +65,9 @@ def test_a_with_statement_sets_a_schedule_and_puts_the_earlier_one_back(ranks):
         ("one rank asks for nonsense", "rank 1: lead is 0; expected"),
         ("a lead of 0", "rank 0: lead is 0; expected"),
         ("unknown pulls", "rank 0: pulls is 'fast'; expected one of auto, stock, shared"),
+        ("one rank gives a list", "rank 1: lead is [7]; expected a name or a number"),
+        ("one rank fails in another way", "rank 1: the disk is gone"),
+        ("a buffer is gone on one rank", "rank 1: the symmetric buffer was destroyed; make a new one"),
         ("platform of another GPU", "rank 0: platform paper-148sm is of sm_100 and this GPU of sm_90"),
     ],
 )
@@ -72,6 +75,10 @@ def test_what_the_ranks_disagree_on_is_an_error_on_all_of_them_and_changes_nothi
     for rank in ranks:
         assert rank["schedules"][case].startswith(f"ScheduleMismatchError: {message}")
         assert rank["schedules"]["unchanged"] == 33 | SHARED
+
+
+def test_without_a_platform_the_bundled_one_of_the_gpus_generation_decides(ranks):
+    assert [rank["schedules"]["without a platform"] for rank in ranks] == [33, 33]
 
 
 def test_a_call_runs_the_schedule_that_it_names_and_leaves_it_set(ranks):
@@ -83,7 +90,7 @@ def test_a_call_runs_the_schedule_that_it_names_and_leaves_it_set(ranks):
 
 def test_a_kernel_that_one_rank_cannot_compile_is_launched_on_none(ranks):
     for rank in ranks:
-        expected = "CompileError: MegaMoE cannot run this call: rank 1: nvcc is gone"
+        expected = "CompileError: rank 1: nvcc is gone"
         assert rank["calls"]["compile fails on one rank"] == expected
         assert rank["calls"]["launches then"] == 0
 
@@ -97,7 +104,16 @@ def test_a_kernel_that_one_rank_cannot_compile_is_launched_on_none(ranks):
         ("too many tokens", "InvalidInputError: y has 8193 tokens; expected at most the buffer's 8192"),
         ("wrong hidden", "InvalidInputError: y is '(4, 8) bfloat16'; expected contiguous bfloat16 (tokens, 4096)"),
         ("wrong type", "InvalidInputError: y is '(4, 4096) float32'; expected contiguous bfloat16"),
-        ("wrong weights", "InvalidInputError: l1_weights is '(3, 1024, 4096) uint8'; expected (64, 1024, 4096)"),
+        ("wrong weights", "InvalidInputError: l1_weights: '(3, 1024, 4096) float8_e4m3fn'; expected (64, 1024, 4096) float8"),
+        ("float weights", "InvalidInputError: l1_weights: '(64, 1024, 4096) float32'; expected (64, 1024, 4096) float8_e4m3fn"),
+        ("wrong scales", "InvalidInputError: l1_weights's scales: '(64, 1, 32) float32'; expected (64, 8, 32) float32"),
+        ("no weights", "InvalidInputError: l1_weights is None; expected (values, scales)"),
+        ("no y", "InvalidInputError: y is None; expected a tensor (tokens, 4096)"),
+        ("weights of the operator", "InvalidInputError: l1_weights: '(3, 1024, 4096) float8_e4m3fn'; expected"),
+        ("odd SMs of the operator", "InvalidInputError: DeepGEMM is set to 131 SMs"),
+        ("stale", "InvalidInputError: the symmetric buffer of this call is gone"),
+        ("first call, id out of range on one rank", "CompileError: rank 1: topk_idx[0, 0] is 128; expected an expert"),
+        ("first call, no weights on one rank", "CompileError: rank 1: l1_weights is None; expected (values, scales)"),
         ("lead alone", "InvalidInputError: lead or pulls without schedule; give schedule= as well"),
         ("nonsense", "InvalidInputError: schedule is 'fast'; expected one of auto, wave, interleaved"),
         ("odd SMs", "InvalidInputError: DeepGEMM is set to 131 SMs; MegaMoE takes an even number"),
@@ -111,6 +127,12 @@ def test_a_kernel_that_one_rank_cannot_compile_is_launched_on_none(ranks):
 def test_a_call_that_cannot_work_is_refused_before_it_launches(ranks, case, message):
     for rank in ranks:
         assert rank["calls"][case].startswith(message)
+
+
+def test_ranks_that_meet_in_different_steps_are_told_so(ranks):
+    steps = "the ranks are at different steps: set_schedule, the first MegaMoE call of a buffer"
+    for rank, error in zip(ranks, ("ScheduleMismatchError", "CompileError"), strict=True):
+        assert rank["calls"]["different steps"].startswith(f"{error}: {steps}")
 
 
 def test_the_operator_is_sound_and_torch_compile_takes_a_prepared_call_whole(ranks):

@@ -68,7 +68,7 @@ def test_what_the_ranks_disagree_on_is_an_error_on_all_of_them_and_changes_nothi
     assert first["a lead of 0"].startswith("rank 0: lead is 0; expected")
     assert first["lead afterwards"] == "0"
     assert "is of sm_100 and this GPU of sm_90" in first["platform of another GPU"]
-    assert first["one rank cannot run"].startswith("MegaMoE cannot run this call: rank 1: l1_weights is '(4, 1024, 512)")
+    assert first["one rank cannot run"].startswith("rank 1: l1_weights: '(4, 1024, 512) float8_e4m3fn'")
     assert first["hidden"] == "MegaMoE takes no such buffer: hidden 1088 is no multiple of 256"
     assert "DeepGEMM is set to 131 SMs" in first["odd SMs"]
     assert first["auto"] == "wave"  # 64 tokens a rank are too few to interleave

@@ -8,7 +8,6 @@ from xstage_plugin import env
 from xstage_plugin.attention.advisor import PIGGYBACK, advise_attention
 from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.workload import AttentionWorkload
-from xstage_plugin.burst_gap.catalog import bundled_platforms, load_platform
 from xstage_plugin.burst_gap.platform_model import PlatformModel
 from xstage_plugin.checks import unknown_name
 from xstage_plugin.errors import InvalidInputError
@@ -34,20 +33,6 @@ def checked_mode(mode: str) -> str:
     if mode not in MODES:
         raise unknown_name("mode", str(mode), MODES)
     return mode
-
-
-def find_platform(name: str | None, arch: str) -> PlatformModel:
-    """The platform of ``name``, else of $XSTAGE_PLATFORM; where nobody chose, a bundled one of ``arch`` with bulk stores.
-
-    Raises:
-        InvalidInputError: unknown name, unreadable or foreign file.
-    """
-    chosen = load_platform(name or env.default_platform())
-    if name or chosen.device.arch == arch or env.default_platform() != env.DEFAULT_PLATFORM:
-        return chosen
-    # FlashAttention's epilogue stores in bulk, so only such a measurement speaks for it.
-    models = (load_platform(bundled) for bundled in bundled_platforms())
-    return next((model for model in models if model.device.arch == arch and model.store == "bulk"), chosen)
 
 
 def choose_mode(layout: UlyssesLayout, mode: str, platform: PlatformModel | None, arch: str) -> ModeChoice:

@@ -9,9 +9,10 @@ from xstage_plugin.attention.agreement import require_same
 from xstage_plugin.attention.backends import AttentionBackend, candidates, output_dtype
 from xstage_plugin.attention.launch_plan import fused_plan
 from xstage_plugin.attention.layout import UlyssesLayout
-from xstage_plugin.attention.mode_choice import AUTO, ModeChoice, checked_mode, choose_mode, find_platform
+from xstage_plugin.attention.mode_choice import AUTO, ModeChoice, checked_mode, choose_mode
 from xstage_plugin.attention.routes import ORDERINGS, Span
 from xstage_plugin.attention.span_errors import GroupMismatchError
+from xstage_plugin.burst_gap.catalog import platform_for
 from xstage_plugin.checks import positive, shown, unknown_name
 from xstage_plugin.errors import InvalidInputError
 
@@ -70,7 +71,7 @@ def examine(
     if span is not None:
         _require_fits(span, layout, dtype, device, group, rank)
     arch = _arch(device)
-    platform = find_platform(settings.platform, arch) if checked_mode(settings.mode) == AUTO else None
+    platform = platform_for(settings.platform, arch, "bulk") if checked_mode(settings.mode) == AUTO else None
     choice = choose_mode(layout, settings.mode, platform, arch)
     refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in candidates(backend))
     return Fact(settings, span is not None, choice, refusals)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from xstage_plugin import env
 from xstage_plugin.bundled import bundled_folder, looks_like_file
 from xstage_plugin.burst_gap.device import DeviceSpec
 from xstage_plugin.burst_gap.platform_file import parse_device, read_platform
@@ -40,6 +41,24 @@ def load_platform(name_or_file: str) -> PlatformModel:
         InvalidInputError: unknown name, unreadable or foreign file.
     """
     return read_platform(platform_path(name_or_file))
+
+
+def platform_for(name: str | None, arch: str, store: str) -> PlatformModel:
+    """The platform of ``name``, else of $XSTAGE_PLATFORM; where nobody chose, a bundled one of ``arch`` and ``store``.
+
+    Args:
+        name: bundled name or file, None for the environment's.
+        arch: of the GPU that runs the kernel, as ``sm_90``.
+        store: how the kernel stores, ``st.v4`` or ``bulk``: only a measurement of that speaks for it.
+
+    Raises:
+        InvalidInputError: unknown name, unreadable or foreign file.
+    """
+    chosen = load_platform(name or env.default_platform())
+    if name or chosen.device.arch == arch or env.default_platform() != env.DEFAULT_PLATFORM:
+        return chosen
+    models = (load_platform(bundled) for bundled in bundled_platforms())
+    return next((model for model in models if model.device.arch == arch and model.store == store), chosen)
 
 
 def samples_path(platform_file: Path) -> Path:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from xstage_plugin import env
-from xstage_plugin.burst_gap.catalog import load_platform
+from xstage_plugin.burst_gap.catalog import platform_for
+from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError, XStageError
 from xstage_plugin.moe.advisor import INTERLEAVED
+from xstage_plugin.moe.all_ranks import DESTROYED, gather_or_raise
 from xstage_plugin.moe.routing import balanced_routing
 from xstage_plugin.moe.schedule_choice import AUTO, ScheduleChoice, choose_schedule
 from xstage_plugin.moe.schedule_word import has_shared_pulls, read_choice, require_overlay, write_choice
@@ -42,33 +44,18 @@ def set_schedule(
         lead: rows that Linear-1 stays ahead, or ``auto``.
         pulls: ``stock``, ``shared`` (a token crosses the link once for all experts of a rank), or ``auto``: shared with an
             interleaved order, where the kernel can.
-        platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM.
+        platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM, else a bundled one of
+            this GPU's generation.
 
     Returns:
         What was set, with the reason. In stream order: launches before it keep the earlier schedule. A captured CUDA graph
         reads the word when it is replayed, so it follows.
 
     Raises:
-        ScheduleMismatchError: on every rank, if they do not all ask for the same, or one of them asks for nonsense.
-        UpstreamError: the overlay is not active in this process; call ``xstage_plugin.register()`` first.
+        ScheduleMismatchError: on every rank, if they do not all ask for the same, or one of them cannot: it asks for
+            nonsense, its overlay is not active (call ``xstage_plugin.register()`` first) or its buffer is gone.
     """
-    choice, fault = None, ""
-    try:
-        choice = plan_schedule(sym_buffer, schedule, lead, pulls, platform)
-    except XStageError as error:
-        fault = str(error)
-    answers = _gather(sym_buffer.group, (fault, choice.lead_rows if choice else -1, choice.pulls if choice else ""))
-    if faults := [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(answers) if text]:
-        raise ScheduleMismatchError(faults[0])
-    for what, values in (
-        ("leads of {} rows (0 is the expert wave)", [rows for _, rows, _ in answers]),
-        ("pulls {}", [kind for _, _, kind in answers]),
-    ):
-        if len(set(values)) > 1:
-            raise ScheduleMismatchError(f"the ranks ask for {what.format(values)}; expected the same on all")
-    assert choice is not None  # a rank without one has a fault
-    write_choice(sym_buffer, choice)
-    return choice
+    return _set_together(sym_buffer, schedule, lead, pulls, platform)[1]
 
 
 @contextlib.contextmanager
@@ -76,18 +63,41 @@ def schedule(
     sym_buffer: Any, schedule: str = AUTO, lead: str | int = AUTO, *, pulls: str = AUTO, platform: str | None = None
 ) -> Iterator[ScheduleChoice]:
     """:func:`set_schedule` for the calls inside the ``with``; afterwards the buffer has the schedule that it had before."""
-    before = read_choice(sym_buffer)
-    yield_choice = set_schedule(sym_buffer, schedule, lead, pulls=pulls, platform=platform)
+    before, chosen = _set_together(sym_buffer, schedule, lead, pulls, platform, remember=True)
     try:
-        yield yield_choice
+        yield chosen
     finally:
-        if sym_buffer.buffer is not None:
+        if before is not None and sym_buffer.buffer is not None:
             write_choice(sym_buffer, before)
 
 
 def current_schedule(sym_buffer: Any) -> ScheduleChoice:
     """What ``sym_buffer`` is set to. Waits for the GPU."""
     return read_choice(sym_buffer)
+
+
+def _set_together(
+    sym_buffer: Any, schedule: str, lead: str | int, pulls: str, platform: str | None, remember: bool = False
+) -> tuple[ScheduleChoice | None, ScheduleChoice]:
+    """What the buffer was set to, where that is to be remembered, and what it is set to now."""
+    before, choice = None, None
+
+    def look() -> tuple[int, str]:
+        nonlocal before, choice
+        choice = plan_schedule(sym_buffer, schedule, lead, pulls, platform)
+        before = read_choice(sym_buffer) if remember else None
+        return choice.lead_rows, choice.pulls
+
+    answers = gather_or_raise(sym_buffer, "set_schedule", look, ScheduleMismatchError)
+    for what, values in (
+        ("leads of {} rows (0 is the expert wave)", [rows for rows, _ in answers]),
+        ("pulls {}", [kind for _, kind in answers]),
+    ):
+        if len(set(values)) > 1:
+            raise ScheduleMismatchError(f"the ranks ask for {what.format(values)}; expected the same on all")
+    assert choice is not None  # a rank without one has a fault, and raised
+    write_choice(sym_buffer, choice)
+    return before, choice
 
 
 def plan_schedule(
@@ -100,11 +110,14 @@ def plan_schedule(
         UpstreamError: the overlay is not active in this process.
     """
     require_overlay()
-    device = sym_buffer.buffer.device if sym_buffer.buffer is not None else None
-    if device is None:
-        raise InvalidInputError("the symmetric buffer was destroyed; make a new one")
-    name = platform or env.default_platform()
-    _require_same_arch(_platform(name), device, schedule, lead)
+    if sym_buffer.buffer is None:
+        raise InvalidInputError(DESTROYED)
+    device = sym_buffer.buffer.device
+    for name, value in (("schedule", schedule), ("lead", lead), ("pulls", pulls), ("platform", platform)):
+        if value is not None and not isinstance(value, (str, int)):
+            raise InvalidInputError(f"{name} is {shown(value)}; expected a name{' or a number' if name == 'lead' else ''}")
+    chosen_from = (platform, env.default_platform(), _arch_of(device))
+    _require_same_arch(_platform(*chosen_from), chosen_from[-1], schedule, lead)
     shape = (
         sym_buffer.hidden,
         sym_buffer.intermediate_hidden,
@@ -113,12 +126,17 @@ def plan_schedule(
         sym_buffer.group.size(),
         sym_buffer.num_max_tokens_per_rank,
     )
-    return _choose(shape, schedule, lead, pulls, name, has_shared_pulls(device))
+    return _choose(shape, schedule, lead, pulls, chosen_from, has_shared_pulls(device))
 
 
 @functools.lru_cache(maxsize=256)
 def _choose(
-    shape: tuple[int, int, int, int, int, int], schedule: str, lead: str | int, pulls: str, platform: str, can_share: bool
+    shape: tuple[int, ...],
+    schedule: str,
+    lead: str | int,
+    pulls: str,
+    chosen_from: tuple[str | None, str, str],
+    can_share: bool,
 ) -> ScheduleChoice:
     """Cached: a call in a model's loop asks for the same thing each time."""
     hidden, intermediate, experts, topk, ranks, tokens = shape
@@ -132,30 +150,27 @@ def _choose(
         tokens_per_rank=tokens,
         routing=balanced_routing(experts),
     )
-    return choose_schedule(workload, schedule, lead, _platform(platform), pulls, can_share)
+    return choose_schedule(workload, schedule, lead, _platform(*chosen_from), pulls, can_share)
 
 
 @functools.lru_cache(maxsize=8)
-def _platform(name: str) -> PlatformModel:
-    return load_platform(name)
+def _platform(name: str | None, _from_environment: str, arch: str) -> PlatformModel:
+    """Of what the caller and the environment say; MegaMoE scatters with 16-byte stores."""
+    return platform_for(name, arch, "st.v4")
 
 
-def _gather(group: Any, mine: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, mine, group=group)
-    return answers
-
-
-def _require_same_arch(model: PlatformModel, device: torch.device, schedule: str, lead: str | int) -> None:
-    """The advisor must not answer for another generation of GPU than the one that runs the kernel."""
+def _arch_of(device: torch.device) -> str:
     import torch
 
-    asks_advisor = schedule == AUTO or (schedule == INTERLEAVED and lead == AUTO)
     major, minor = torch.cuda.get_device_capability(device)
-    if asks_advisor and model.device.arch != f"sm_{major}{minor}":
+    return f"sm_{major}{minor}"
+
+
+def _require_same_arch(model: PlatformModel, arch: str, schedule: str, lead: str | int) -> None:
+    """The advisor must not answer for another generation of GPU than the one that runs the kernel."""
+    asks_advisor = schedule == AUTO or (schedule == INTERLEAVED and lead == AUTO)
+    if asks_advisor and model.device.arch != arch:
         raise InvalidInputError(
-            f"platform {model.name} is of {model.device.arch} and this GPU of sm_{major}{minor}; give platform=, or set "
+            f"platform {model.name} is of {model.device.arch} and this GPU of {arch}; give platform=, or set "
             f"{env.PLATFORM} to what `xstage calibrate` wrote"
         )

@@ -8,24 +8,29 @@ schedule at each replay.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError, XStageError
+from xstage_plugin.moe.all_ranks import DESTROYED, gather_or_raise
 from xstage_plugin.moe.buffer_schedule import plan_schedule
 from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, SHARED_PULLS, SHARED_PULLS_BIT, STOCK_PULLS, ScheduleChoice
-from xstage_plugin.moe.schedule_word import write_choice
+from xstage_plugin.moe.schedule_word import require_overlay, write_choice
 
 if TYPE_CHECKING:
     import torch
 
     Weights = tuple[torch.Tensor, torch.Tensor]
 
-DESTROYED = "the symmetric buffer was destroyed; make a new one"
+BLOCK = 128  # side of the blocks of weights that share a scale
 AS_SET = -1  # the operator leaves the word alone
+# Buffers by number, which no later buffer gets again.
 _buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
 _compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -36,6 +41,8 @@ class CompileError(XStageError):
 @dataclass(frozen=True)
 class MegaMoeCall:
     """MegaMoE on one buffer under one schedule, compiled on all ranks; one operator, which torch.compile takes whole.
+
+    Use the result on every rank: a compiler drops an operator whose result nobody reads, and the peers would wait for it.
 
     Attributes:
         key: by which the operator finds the buffer, which its maker keeps alive.
@@ -88,12 +95,16 @@ def prepare_mega_moe(
     """
     import torch
 
-    tokens = sym_buffer.num_max_tokens_per_rank
-    y = torch.empty(tokens, sym_buffer.hidden, dtype=torch.bfloat16, device=l1_weights[0].device)
-    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
+    y = None
+    if sym_buffer.buffer is not None:
+        shape = (sym_buffer.num_max_tokens_per_rank, sym_buffer.hidden)
+        y = torch.empty(shape, dtype=torch.bfloat16, device=sym_buffer.buffer.device)
+    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform, False)
     operator()
-    _buffers[id(sym_buffer)] = sym_buffer
-    return MegaMoeCall(id(sym_buffer), word)
+    if sym_buffer not in _numbers:
+        _numbers[sym_buffer] = next(_next)
+        _buffers[_numbers[sym_buffer]] = sym_buffer
+    return MegaMoeCall(_numbers[sym_buffer], word)
 
 
 def mega_moe(
@@ -119,9 +130,7 @@ def mega_moe(
     Raises:
         As :func:`prepare_mega_moe`, and InvalidInputError for an id out of range with ``check_ids``.
     """
-    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
-    if check_ids:
-        check_topk_ids(sym_buffer.topk_idx[: y.shape[0]], sym_buffer.num_experts)
+    word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform, check_ids)
     if word != AS_SET:
         write_choice(sym_buffer, choice_of(word))
     _launch(y, l1_weights, l2_weights, sym_buffer)
@@ -161,6 +170,7 @@ def operator() -> Any:
         buffer = _buffers.get(key)
         if buffer is None or buffer.buffer is None:
             raise InvalidInputError("the symmetric buffer of this call is gone; prepare the call with the new one")
+        _check_weights((l1_weights, l1_scales), (l2_weights, l2_scales), buffer)
         tokens = x.shape[0]
         if tokens > buffer.num_max_tokens_per_rank:
             raise InvalidInputError(f"x has {tokens} tokens; expected at most the buffer's {buffer.num_max_tokens_per_rank}")
@@ -200,7 +210,7 @@ def _launch(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffe
 
 
 def _prepare(
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     l1_weights: Weights,
     l2_weights: Weights,
     sym_buffer: Any,
@@ -208,48 +218,43 @@ def _prepare(
     lead: str | int,
     pulls: str,
     platform: str | None,
+    check_ids: bool,
 ) -> int:
     """The word for a call that can work; the first time for a buffer, its kernel compiled on every rank.
 
     A kernel that runs waits for its peers, so one rank that refuses or cannot compile must be heard of by all before any
     launches. Later calls talk to nobody: what they refuse then, they refuse alone.
     """
-    if sym_buffer in _compiled:
-        return _checked_word(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
     import torch
-    import torch.distributed as dist
 
+    def look() -> int:
+        if sym_buffer.buffer is None:
+            raise InvalidInputError(DESTROYED)
+        _check_call(y, l1_weights, l2_weights, sym_buffer)
+        if check_ids:
+            check_topk_ids(sym_buffer.topk_idx[: len(cast("torch.Tensor", y))], sym_buffer.num_experts)
+        return _word_of(sym_buffer, schedule, lead, pulls, platform)
+
+    if sym_buffer in _compiled:
+        return look()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise InvalidInputError("the first call of this buffer compiles; make one outside the capture, on all ranks")
-    if sym_buffer.buffer is None:
-        raise InvalidInputError(DESTROYED)
-    fault, word = "", AS_SET
-    try:
-        word = _checked_word(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform)
-        _compile(y, l1_weights, l2_weights, sym_buffer)
-    except Exception as error:  # whatever the compiler or upstream's assertions raise, every rank has to hear of it
-        fault = (str(error).strip() or type(error).__name__).splitlines()[0]
-    answers: list[Any] = [None] * sym_buffer.group.size()
-    dist.all_gather_object(answers, fault, group=sym_buffer.group)
-    if faults := [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]:
-        raise CompileError(f"MegaMoE cannot run this call: {faults[0]}")
+    word = AS_SET
+
+    def compile_too() -> None:
+        nonlocal word
+        word = look()
+        _compile(cast("torch.Tensor", y), l1_weights, l2_weights, sym_buffer)
+
+    gather_or_raise(sym_buffer, "the first MegaMoE call of a buffer", compile_too, CompileError)
     _compiled.add(sym_buffer)
     return word
 
 
-def _checked_word(
-    y: torch.Tensor,
-    l1_weights: Weights,
-    l2_weights: Weights,
-    sym_buffer: Any,
-    schedule: str | None,
-    lead: str | int,
-    pulls: str,
-    platform: str | None,
-) -> int:
-    _check_call(y, l1_weights, l2_weights, sym_buffer)
+def _word_of(sym_buffer: Any, schedule: str | None, lead: str | int, pulls: str, platform: str | None) -> int:
     if schedule is not None:
         return plan_schedule(sym_buffer, schedule, lead, pulls, platform).word
+    require_overlay()
     if (lead, pulls) != (AUTO, AUTO):
         raise InvalidInputError("lead or pulls without schedule; give schedule= as well, or use set_schedule")
     return AS_SET
@@ -265,30 +270,42 @@ def _compile(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buff
     del graph
 
 
-def _check_call(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
+def _check_call(y: torch.Tensor | None, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
     import torch
 
-    buffer = sym_buffer.buffer
-    if buffer is None:
-        raise InvalidInputError(DESTROYED)
-    hidden, intermediate = sym_buffer.hidden, sym_buffer.intermediate_hidden
-    most, local = sym_buffer.num_max_tokens_per_rank, sym_buffer.num_experts // sym_buffer.group.size()
+    hidden, most = sym_buffer.hidden, sym_buffer.num_max_tokens_per_rank
+    if not isinstance(y, torch.Tensor):
+        raise InvalidInputError(f"y is {shown(y)}; expected a tensor (tokens, {hidden})")
     if y.dim() != 2 or y.shape[1] != hidden or y.dtype != torch.bfloat16 or not y.is_contiguous():
         raise InvalidInputError(f"y is {_told(y)}; expected contiguous bfloat16 (tokens, {hidden})")
     if y.shape[0] > most:
         raise InvalidInputError(f"y has {y.shape[0]} tokens; expected at most the buffer's {most}")
-    for name, weights, shape in (
-        ("l1_weights", l1_weights, (local, 2 * intermediate, hidden)),
-        ("l2_weights", l2_weights, (local, hidden, intermediate)),
-    ):
-        if len(weights) != 2 or tuple(weights[0].shape) != shape:
-            raise InvalidInputError(f"{name} is {_told(weights[0])}; expected {shape} and its scales")
-        if weights[0].device != buffer.device or weights[1].device != buffer.device:
-            raise InvalidInputError(f"{name} is on {weights[0].device}; expected the buffer's {buffer.device}")
-    if y.device != buffer.device:
-        raise InvalidInputError(f"y is on {y.device}; expected the buffer's {buffer.device}")
-    import deep_gemm
+    if y.device != sym_buffer.buffer.device:
+        raise InvalidInputError(f"y is on {y.device}; expected the buffer's {sym_buffer.buffer.device}")
+    _check_weights(l1_weights, l2_weights, sym_buffer)
 
+
+def _check_weights(l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:
+    """Weights (experts of a rank, N, K) in FP8 with a float scale per block of 128 x 128, and SMs in pairs."""
+    import deep_gemm
+    import torch
+
+    hidden, intermediate = sym_buffer.hidden, sym_buffer.intermediate_hidden
+    local = sym_buffer.num_experts // sym_buffer.group.size()
+    for name, weights, (n, k) in (
+        ("l1_weights", l1_weights, (2 * intermediate, hidden)),
+        ("l2_weights", l2_weights, (hidden, intermediate)),
+    ):
+        if not (isinstance(weights, (tuple, list)) and len(weights) == 2 and all(isinstance(x, torch.Tensor) for x in weights)):
+            raise InvalidInputError(f"{name} is {shown(weights)}; expected (values, scales)")
+        for part, tensor, shape, dtype in (
+            ("", weights[0], (local, n, k), torch.float8_e4m3fn),
+            ("'s scales", weights[1], (local, n // BLOCK, k // BLOCK), torch.float32),
+        ):
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise InvalidInputError(f"{name}{part}: {_told(tensor)}; expected {shape} {str(dtype).removeprefix('torch.')}")
+            if tensor.device != sym_buffer.buffer.device:
+                raise InvalidInputError(f"{name}{part}: on {tensor.device}; expected the buffer's {sym_buffer.buffer.device}")
     if (sms := deep_gemm.get_num_sms()) % 2:
         raise InvalidInputError(f"DeepGEMM is set to {sms} SMs; MegaMoE takes an even number: deep_gemm.set_num_sms({sms - 1})")
 

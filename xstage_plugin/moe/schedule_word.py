@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.errors import InvalidInputError
+from xstage_plugin.moe.all_ranks import DESTROYED
 from xstage_plugin.moe.schedule_choice import LARGEST_LEAD, SHARED_PULLS, SHARED_PULLS_BIT, STOCK_PULLS, ScheduleChoice
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _word(sym_buffer: Any) -> torch.Tensor:
 
     buffer = sym_buffer.buffer
     if buffer is None:
-        raise InvalidInputError("the symmetric buffer was destroyed; make a new one")
+        raise InvalidInputError(DESTROYED)
     first = require_overlay().pin.schedule_word_byte
     assert first is not None  # a pin that can be active has one
     word: torch.Tensor = buffer[first : first + 4].view(torch.int32)
