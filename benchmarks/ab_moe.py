@@ -421,7 +421,7 @@ def parse_shapes(models: str | None, shapes: Sequence[str]) -> list[ExpertShape]
     if models is None and not shapes:
         found, shapes = list(bundled_shapes()), SMALL_SHAPES
     for text in shapes:
-        numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+        numbers = [int(part) if part.strip().isdecimal() and len(part) <= 12 else 0 for part in text.split(",")]
         if len(numbers) != 4 or 0 in numbers:
             raise InvalidInputError(f"--shapes is {shown(text)}; expected H,I,E,K: hidden, intermediate, experts, topk")
         hidden, intermediate, experts, topk = numbers
@@ -435,7 +435,7 @@ def parse_shapes(models: str | None, shapes: Sequence[str]) -> list[ExpertShape]
 def parse_leads(text: str) -> list[str]:
     leads = words_of(text)
     for lead in leads:
-        if lead not in (AUTO, "sweep") and not (lead.isdecimal() and 0 <= int(lead) <= LARGEST_LEAD):
+        if lead not in (AUTO, "sweep") and not (lead.isdecimal() and len(lead) <= 5 and int(lead) <= LARGEST_LEAD):
             raise InvalidInputError(f"--leads holds {shown(lead)}; expected auto, sweep, or rows from 0 to {LARGEST_LEAD}")
     return leads
 

@@ -117,7 +117,8 @@ def numbers_of(option: str, text: str, at_most: int) -> list[int]:
         InvalidInputError: anything else.
     """
     for part in words_of(text):
-        if not part.isdecimal() or not 1 <= int(part[:20]) <= at_most:
+        # The length first: int() refuses texts of thousands of digits in words of its own.
+        if not part.isdecimal() or len(part) > len(str(at_most)) or not 1 <= int(part) <= at_most:
             raise InvalidInputError(f"{option} holds {shown(part)}; expected whole numbers from 1 to {at_most}")
     return list(dict.fromkeys(int(part) for part in words_of(text)))
 

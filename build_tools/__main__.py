@@ -7,7 +7,10 @@ from pathlib import Path
 
 import click
 
-from build_tools.deep_gemm_tree import DeepGemmTree, submodule_pin
+try:
+    from build_tools.deep_gemm_tree import DeepGemmTree, submodule_pin
+except ModuleNotFoundError as missing:
+    sys.exit(f"build_tools: {missing.name} is not installed; in the checkout: pip install '.[test]'")
 from xstage_plugin.errors import XStageError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

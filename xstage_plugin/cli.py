@@ -349,9 +349,9 @@ def calibrate(
 @cli.group(invoke_without_command=True)
 @click.pass_context
 def overlay(context: click.Context) -> None:
-    """The change to DeepGEMM that carries the interleaved schedule.
+    """The change to DeepGEMM that carries the schedules and the shared pulls.
 
-    An overlay is a folder of links to the installed headers with ours in place of one. The installed library stays as it
+    An overlay is a folder of links to the installed headers, with ours in place of some and lines of ours in others. The installed library stays as it
     is; `xstage_plugin.register()` points it at the overlay for one process.
     """
     if context.invoked_subcommand is None:

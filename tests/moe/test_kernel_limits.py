@@ -16,7 +16,8 @@ def test_a_shape_that_the_kernel_takes(shape):
     ("shape", "reason"),
     [
         ((4096, 512, 129, 8, 2), "129 experts are no multiple of the 2 ranks"),
-        ((4096, 512, 0, 8, 2), "0 experts are no multiple of the 2 ranks"),
+        ((4096, 512, 0, 8, 2), "0 experts; expected 1 or more"),
+        ((4096, 512, 128, 8, 0), "0 ranks; expected 1 or more"),
         ((4224, 512, 128, 8, 2), "hidden 4224 is no multiple of 256"),
         ((4096, 500, 128, 8, 2), "intermediate 500 is no multiple of 128"),
         ((4096, 4224, 128, 8, 2), "intermediate 4224 is above 4096"),

@@ -143,3 +143,19 @@ def names_beyond_the_pin(pin, include):
     texts = [source_bytes(part.source).decode() for part in theirs]
     texts = ["\n".join(re.findall(r"^\+(?!\+\+ )(.*)", text, re.MULTILINE)) if "\n@@ " in text else text for text in texts]
     return set().union(*(unlisted_names(text, upstream, pin.names, own) for text in texts))
+
+
+def headers_beyond_the_pin(pin, include):
+    """Upstream's headers that the pinned kernels and our own headers reach, and the pin has no hash of."""
+    own = {added.path: source_bytes(added.source).decode() for added in pin.ours}
+    originals = {shadow.original_as: shadow.path for shadow in pin.shadows}
+    ahead = [pinned.path for pinned in pin.files if "/impls/" in pinned.path] + list(own)
+    reached = set()
+    while ahead:
+        path = ahead.pop()
+        if path in reached:
+            continue
+        reached.add(path)
+        text = own.get(path) or (include / originals.get(path, path)).read_text()
+        ahead += re.findall(r"#include <(deep_gemm/[^>]+)>", text)
+    return reached - set(own) - set(originals) - {pinned.path for pinned in pin.files}

@@ -49,11 +49,28 @@ def test_git_reads_the_patch_the_same_way(tmp_path):
         ("@@ -0,0 +1 @@", "@@ -0,0 +1,2 @@", "does not add up with its 1 lines"),
         ("+4,2", "+5,2", "does not add up"),
         ("@@ -3,0 +7 @@", "@@ -1,0 +5 @@", "does not add up"),
+        ("@@ -0,0 +1 @@\n+zero", "@@ -0,0 +1,0 @@", "does not add up"),
+        ("@@ -0,0 +1 @@", "@@ -0,0 +\u0661 @@", "does more than insert"),
+        ("@@ -3,0 +7 @@", f"@@ -{'3' * 5000},0 +7 @@", "does more than insert"),
+        ("+four", "+four\n--- a/other\n+++ b/other", "several files"),
     ],
 )
 def test_a_patch_that_does_anything_else_is_refused(old, new, message):
     with pytest.raises(HeaderError, match=message):
         parse_insertions(PATCH.replace(old, new, 1), "p")
+
+
+def test_a_file_without_a_last_line_end_gets_one_before_what_comes_after_it():
+    assert insert("one\ntwo", (Insertion(2, ("three",)),), "p") == "one\ntwo\nthree\n"
+
+
+def test_nothing_inserted_is_the_original():
+    assert insert(ORIGINAL, (), "p") == ORIGINAL
+
+
+def test_only_line_ends_end_a_line():
+    patch = PATCH.replace("+zero", "+zero\u2028\x0bzero")
+    assert insert(ORIGINAL, parse_insertions(patch, "p"), "p") == RESULT.replace("zero", "zero\u2028\x0bzero")
 
 
 def test_a_text_without_hunks_is_refused():

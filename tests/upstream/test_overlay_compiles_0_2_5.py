@@ -109,3 +109,7 @@ def test_our_headers_hold_no_line_of_upstreams(wheel):
 
 def test_our_headers_use_only_names_that_the_pin_lists(wheel):
     assert overlay_compile.names_beyond_the_pin(PIN, wheel.stock) == set()
+
+
+def test_every_upstream_header_that_is_compiled_with_ours_is_pinned(wheel):
+    assert overlay_compile.headers_beyond_the_pin(PIN, wheel.stock) == set()

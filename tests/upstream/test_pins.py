@@ -36,7 +36,7 @@ def test_a_target_is_ready_or_says_why_not(pin):
     ("name", "status", "word_byte"),
     [
         ("sgl-deep-gemm-0.1.3", Status.READY, 28),
-        ("deep-gemm-7f2a703", Status.READY, 28),
+        ("deep-gemm-7f2a703", Status.UNRUN, 28),
         ("sgl-deep-gemm-0.2.5", Status.UNRUN, 12),
     ],
 )

@@ -8,8 +8,12 @@ LARGEST_TOPK = 32
 
 def kernel_refusal(hidden: int, intermediate: int, experts: int, topk: int, ranks: int, arch: str = "sm_90") -> str | None:
     """Why the kernel for ``arch`` does not take the shape, all reasons in one line; None where it does."""
+    if ranks < 1:
+        return f"{ranks} ranks; expected 1 or more"
+    if experts < 1:
+        return f"{experts} experts; expected 1 or more"
     rules = [
-        (experts > 0 and experts % ranks == 0, f"{experts} experts are no multiple of the {ranks} ranks"),
+        (experts % ranks == 0, f"{experts} experts are no multiple of the {ranks} ranks"),
         # Two tiles a row at least: the scheduler asserts an even number of them in both layers.
         (hidden > 0 and hidden % 256 == 0, f"hidden {hidden} is no multiple of 256"),
         (intermediate > 0 and intermediate % 128 == 0, f"intermediate {intermediate} is no multiple of 128"),

@@ -8,11 +8,12 @@ import socket
 from typing import Any
 
 from xstage_plugin import env
+from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.advisor import WAVE
 from xstage_plugin.moe.buffer_schedule import set_schedule
 from xstage_plugin.moe.kernel_limits import kernel_refusal
-from xstage_plugin.moe.schedule_choice import AUTO, parse_lead
+from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, PULLS, SCHEDULES, parse_lead
 from xstage_plugin.upstream.activate import ensure_active
 
 FACTORY = "get_symm_buffer_for_mega_moe"
@@ -25,9 +26,9 @@ def register_moe(allow_unrun: bool = False) -> None:
 
     Raises:
         UpstreamError: as :func:`xstage_plugin.upstream.activate.ensure_active`.
-        InvalidInputError: the environment holds no lead.
+        InvalidInputError: XSTAGE_MOE_SCHEDULE, XSTAGE_MOE_LEAD or XSTAGE_MOE_PULLS holds what no buffer could be set to.
     """
-    parse_lead(env.moe_lead())
+    check_environment()
     ensure_active(allow_unrun)
     import deep_gemm
 
@@ -48,6 +49,27 @@ def register_moe(allow_unrun: bool = False) -> None:
 
     setattr(checked, MARK, True)
     setattr(deep_gemm, FACTORY, checked)
+
+
+def check_environment() -> None:
+    """Refuse now what would be refused when the first buffer is there.
+
+    Raises:
+        InvalidInputError: naming the variable.
+    """
+    for variable, value, known in (
+        (env.MOE_SCHEDULE, env.moe_schedule(), SCHEDULES),
+        (env.MOE_PULLS, env.moe_pulls(), PULLS),
+    ):
+        if value is not None and value not in known:
+            raise InvalidInputError(f"{variable} is {shown(value)}; expected one of {', '.join(known)}")
+    lead = env.moe_lead()
+    if lead != AUTO and not (lead.isdecimal() and lead.isascii() and 1 <= int(lead[:9]) <= LARGEST_LEAD):
+        raise InvalidInputError(f"{env.MOE_LEAD} is {shown(lead)}; expected 'auto' or whole rows from 1 to {LARGEST_LEAD}")
+    if lead != AUTO and env.moe_schedule() in (None, WAVE):
+        raise InvalidInputError(
+            f"{env.MOE_LEAD} is set and {env.MOE_SCHEDULE} is not 'interleaved' or 'auto'; a lead needs one"
+        )
 
 
 def check_buffer(group: Any, shape: dict[str, int]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xstage_plugin.upstream.errors import HeaderError
 
-_HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -([0-9]{1,7}),0 \+([0-9]{1,7})(?:,([0-9]{1,7}))? @@")
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,17 @@ def parse_insertions(patch: str, name: str) -> tuple[Insertion, ...]:
         HeaderError: a line is removed or is context, the hunks overlap or go backwards, or their counts do not add up.
     """
     found: list[Insertion] = []
-    hunks = re.split(r"^(?=@@ )", patch, flags=re.MULTILINE)[1:]
+    head, *hunks = re.split(r"^(?=@@ )", patch, flags=re.MULTILINE)
+    if len(re.findall(r"^\+\+\+ ", head, re.MULTILINE)) > 1 or any("\n--- " in hunk for hunk in hunks):
+        raise HeaderError(f"{name}: is of several files; expected one")
     inserted = 0
     for hunk in hunks:
-        head, *lines = hunk.splitlines()
+        head, *lines = hunk.removesuffix("\n").split("\n")
         match = _HUNK.fullmatch(head)
         if match is None or any(not line.startswith("+") for line in lines):
             raise HeaderError(f"{name}: {head!r} does more than insert; expected a diff without context or removed lines")
         after, first, count = int(match[1]), int(match[2]), int(match[3] or 1)
-        if first != after + inserted + 1 or count != len(lines) or (found and after <= found[-1].after):
+        if first != after + inserted + 1 or not 0 < count == len(lines) or (found and after <= found[-1].after):
             raise HeaderError(f"{name}: {head!r} does not add up with its {len(lines)} lines and the hunks before it")
         found.append(Insertion(after, tuple(line[1:] for line in lines)))
         inserted += count
@@ -51,8 +53,8 @@ def insert(original: str, insertions: tuple[Insertion, ...], name: str) -> str:
     Raises:
         HeaderError: it has fewer lines than they ask for.
     """
-    lines = original.splitlines(keepends=True)
-    if insertions[-1].after > len(lines):
+    lines = [f"{line}\n" for line in original.removesuffix("\n").split("\n")]
+    if insertions and insertions[-1].after > len(lines):
         raise HeaderError(f"{name}: goes behind line {insertions[-1].after} of a file of {len(lines)}")
     out: list[str] = []
     taken = 0

@@ -49,7 +49,7 @@ struct LandedTokens {
         const auto ptr = word(token_key);
         if (ptr == nullptr) return;
         const uint64_t value = static_cast<uint64_t>(launch()) << 32 | pool_token_idx;
-        asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(ptr), "l"(value) : "memory");
+        asm volatile("st.release.gpu.global.b64 [%0], %1;" :: "l"(ptr), "l"(value) : "memory");
     }
 };
 
