@@ -43,8 +43,8 @@ def test_what_a_buffer_can_be_set_to_passes(environment, values):
         ({"SCHEDULE": "auto", "LEAD": "-3"}, "XSTAGE_MOE_LEAD is '-3'"),
         ({"SCHEDULE": "auto", "LEAD": "1_0"}, "XSTAGE_MOE_LEAD is '1_0'"),
         ({"SCHEDULE": "auto", "LEAD": "9" * 5000}, "XSTAGE_MOE_LEAD is '999"),
-        ({"LEAD": "7"}, "XSTAGE_MOE_LEAD is set and XSTAGE_MOE_SCHEDULE is not"),
-        ({"LEAD": "7", "PULLS": "shared"}, "XSTAGE_MOE_LEAD is set and XSTAGE_MOE_SCHEDULE is not"),
+        ({"LEAD": "7"}, "XSTAGE_MOE_LEAD is set and XSTAGE_MOE_SCHEDULE is not; a lead needs"),
+        ({"LEAD": "7", "PULLS": "shared"}, "XSTAGE_MOE_LEAD is set and XSTAGE_MOE_SCHEDULE is not; a lead needs"),
     ],
 )
 def test_what_no_buffer_could_be_set_to_names_the_variable(environment, values, message):

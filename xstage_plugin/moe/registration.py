@@ -67,9 +67,7 @@ def check_environment() -> None:
     if lead != AUTO and not (lead.isdecimal() and lead.isascii() and 1 <= int(lead[:9]) <= LARGEST_LEAD):
         raise InvalidInputError(f"{env.MOE_LEAD} is {shown(lead)}; expected 'auto' or whole rows from 1 to {LARGEST_LEAD}")
     if lead != AUTO and env.moe_schedule() in (None, WAVE):
-        raise InvalidInputError(
-            f"{env.MOE_LEAD} is set and {env.MOE_SCHEDULE} is not 'interleaved' or 'auto'; a lead needs one"
-        )
+        raise InvalidInputError(f"{env.MOE_LEAD} is set and {env.MOE_SCHEDULE} is not; a lead needs 'interleaved' or 'auto'")
 
 
 def check_buffer(group: Any, shape: dict[str, int]) -> None:
