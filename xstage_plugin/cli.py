@@ -351,8 +351,8 @@ def calibrate(
 def overlay(context: click.Context) -> None:
     """The change to DeepGEMM that carries the schedules and the shared pulls.
 
-    An overlay is a folder of links to the installed headers, with ours in place of some and lines of ours in others. The installed library stays as it
-    is; `xstage_plugin.register()` points it at the overlay for one process.
+    An overlay is a folder of links to the installed headers, with ours in place of some and lines of ours in others. The
+    installed library stays as it is; `xstage_plugin.register()` points it at the overlay for one process.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -103,10 +103,8 @@ def _order(workload: MoeWorkload, schedule: str, rows: int | None, platform: Pla
     decision = advise_moe(platform, workload)
     if schedule == AUTO and decision.schedule == WAVE:
         return 0, decision.reason
-    reason = (
-        decision.reason if schedule == AUTO else "the order was asked for; the lead is the least that does not starve Linear-2"
-    )
-    return rows or min(decision.lead_knee_rows, LARGEST_LEAD), reason
+    asked = "the order was asked for; the lead is the least that does not starve Linear-2"
+    return rows or min(decision.lead_knee_rows, LARGEST_LEAD), decision.reason if schedule == AUTO else asked
 
 
 def _lead(lead: str | int) -> int | None:
