@@ -147,6 +147,8 @@ def check_calls(rank, library):
         "nonsense": lambda: mega_moe(y, l1, l2, buffer, schedule="fast"),
     }.items():
         seen[name] = told(step)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(10, 0)):
+        seen["Blackwell"] = told(call)
     library.sms = 131
     seen["odd SMs"] = told(call)
     library.sms = 130

@@ -116,6 +116,7 @@ def test_a_kernel_that_one_rank_cannot_compile_is_launched_on_none(ranks):
         ("first call, no weights on one rank", "CompileError: rank 1: l1_weights is None; expected (values, scales)"),
         ("lead alone", "InvalidInputError: lead or pulls without schedule; give schedule= as well"),
         ("nonsense", "InvalidInputError: schedule is 'fast'; expected one of auto, wave, interleaved"),
+        ("Blackwell", "InvalidInputError: mega_moe runs the FP8 kernel of Hopper; elsewhere use set_schedule"),
         ("odd SMs", "InvalidInputError: DeepGEMM is set to 131 SMs; MegaMoE takes an even number"),
         ("id out of range", "InvalidInputError: topk_idx[2, 1] is 128; expected an expert from 0 to 127, or -1"),
         ("a type", "InvalidInputError: x is '(4, 32) float32'; expected '(4, 4096) float8_e4m3fn'"),

@@ -230,6 +230,10 @@ def _prepare(
     def look() -> int:
         if sym_buffer.buffer is None:
             raise InvalidInputError(DESTROYED)
+        if torch.cuda.get_device_capability(sym_buffer.buffer.device)[0] != 9:
+            raise InvalidInputError(
+                "mega_moe runs the FP8 kernel of Hopper; elsewhere use set_schedule and deep_gemm's own call"
+            )
         _check_call(y, l1_weights, l2_weights, sym_buffer)
         if check_ids:
             check_topk_ids(sym_buffer.topk_idx[: len(cast("torch.Tensor", y))], sym_buffer.num_experts)
