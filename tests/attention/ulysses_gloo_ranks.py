@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from attention.ulysses_doubles import CountedExchange, FakeSpan, PlainAttention, expected_attention
+from rank_exit import leave
 
 from xstage_plugin.attention.input_exchange import input_span_shape
 from xstage_plugin.attention.layout import Q_ORDERS, UlyssesLayout
@@ -409,8 +410,7 @@ def main():
         results["compiled"] = check_compiled()
         results["operator"] = check_operator()
     arguments.out.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rank_exit import leave
 
 from xstage_plugin.errors import XStageError
 from xstage_plugin.moe import buffer_schedule, current_schedule, mega_moe, moe_call, prepare_mega_moe, schedule, set_schedule
@@ -238,8 +239,7 @@ def main():
     rank = dist.get_rank()
     seen = {"schedules": check_schedules(rank), "calls": check_calls(rank, library), "buffers": check_buffers(rank)}
     arguments.out.with_suffix(f".{rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("mega_moe_gloo_ranks.py")
 TIMEOUT_S = 240
 NO_TORCH = importlib.util.find_spec("torch") is None
@@ -32,6 +33,7 @@ def ranks(tmp_path_factory):
         "--out",
         str(out),
     ]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("XSTAGE_")}
     run = subprocess.run(
         [*command, "--out", str(out)],
@@ -39,7 +41,7 @@ def ranks(tmp_path_factory):
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
