@@ -10,7 +10,8 @@ import click
 try:
     from build_tools.deep_gemm_tree import DeepGemmTree, submodule_pin
 except ModuleNotFoundError as missing:
-    sys.exit(f"build_tools: {missing.name} is not installed; in the checkout: pip install '.[test]'")
+    package = "GitPython" if missing.name == "git" else missing.name
+    sys.exit(f"build_tools: {package} is not installed; in the checkout: pip install '.[test]'")
 from xstage_plugin.errors import XStageError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -63,6 +63,7 @@ def test_the_wave_keeps_stock_pulls_unless_others_are_asked_for():
 )
 def test_the_word_that_the_kernel_reads(choice, word):
     assert choice.word == word
+    assert ScheduleChoice.of_word(word, "") == choice
 
 
 def test_shared_pulls_of_a_kernel_without_them_are_refused():

@@ -17,7 +17,7 @@ from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError, XStageError
 from xstage_plugin.moe.all_ranks import DESTROYED, gather_or_raise
 from xstage_plugin.moe.buffer_schedule import plan_schedule
-from xstage_plugin.moe.schedule_choice import AUTO, LARGEST_LEAD, SHARED_PULLS, SHARED_PULLS_BIT, STOCK_PULLS, ScheduleChoice
+from xstage_plugin.moe.schedule_choice import AUTO, ScheduleChoice
 from xstage_plugin.moe.schedule_word import require_overlay, write_choice
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def mega_moe(
     """
     word = _prepare(y, l1_weights, l2_weights, sym_buffer, schedule, lead, pulls, platform, check_ids)
     if word != AS_SET:
-        write_choice(sym_buffer, choice_of(word))
+        write_choice(sym_buffer, ScheduleChoice.of_word(word, "asked for by the call"))
     _launch(y, l1_weights, l2_weights, sym_buffer)
 
 
@@ -182,7 +182,7 @@ def operator() -> Any:
             if value.data_ptr() != place.data_ptr():
                 place.copy_(value)
         if word != AS_SET:
-            write_choice(buffer, choice_of(word))
+            write_choice(buffer, ScheduleChoice.of_word(word, "asked for by the call"))
         y = torch.empty(tokens, buffer.hidden, dtype=torch.bfloat16, device=x.device)
         _launch(y, (l1_weights, l1_scales), (l2_weights, l2_scales), buffer)
         return y
@@ -196,11 +196,6 @@ def operator() -> Any:
     )
     registered.register_fake(lambda x, *_: torch.empty(x.shape, dtype=torch.bfloat16, device=x.device))
     return registered
-
-
-def choice_of(word: int) -> ScheduleChoice:
-    pulls = SHARED_PULLS if word & SHARED_PULLS_BIT else STOCK_PULLS
-    return ScheduleChoice(word & LARGEST_LEAD, "asked for by the call", pulls)
 
 
 def _launch(y: torch.Tensor, l1_weights: Weights, l2_weights: Weights, sym_buffer: Any) -> None:

@@ -33,6 +33,11 @@ class ScheduleChoice:
     reason: str
     pulls: str = STOCK_PULLS
 
+    @classmethod
+    def of_word(cls, word: int, reason: str) -> ScheduleChoice:
+        """What a kernel that reads ``word`` runs."""
+        return cls(word & LARGEST_LEAD, reason, SHARED_PULLS if word & SHARED_PULLS_BIT else STOCK_PULLS)
+
     @property
     def schedule(self) -> str:
         return INTERLEAVED if self.lead_rows else WAVE

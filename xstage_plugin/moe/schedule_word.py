@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.moe.all_ranks import DESTROYED
-from xstage_plugin.moe.schedule_choice import LARGEST_LEAD, SHARED_PULLS, SHARED_PULLS_BIT, STOCK_PULLS, ScheduleChoice
+from xstage_plugin.moe.schedule_choice import ScheduleChoice
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,7 @@ def write_choice(sym_buffer: Any, choice: ScheduleChoice) -> None:
 
 def read_choice(sym_buffer: Any) -> ScheduleChoice:
     """What the kernel would read now. Waits for the GPU."""
-    value = int(_word(sym_buffer).item())
-    pulls = SHARED_PULLS if value & SHARED_PULLS_BIT else STOCK_PULLS
-    return ScheduleChoice(value & LARGEST_LEAD, "read from the buffer", pulls)
+    return ScheduleChoice.of_word(int(_word(sym_buffer).item()), "read from the buffer")
 
 
 def require_overlay() -> Activation:
