@@ -19,8 +19,9 @@ from xstage_plugin.errors import InvalidInputError
 PROTOTYPE = Path(__file__).parents[2] / "benchmarks" / "results" / "ulysses_span_prototype_h200_pair.json"
 
 
-def advise(platform="paper-148sm", seq_len=8192, heads=4, head_dim=128, ranks=8, **options):
-    return advise_attention(load_platform(platform), AttentionWorkload(seq_len, heads, head_dim, ranks), **options)
+def advise(platform="paper-148sm", seq_len=8192, heads=4, head_dim=128, ranks=8, head_by_head=True, **options):
+    workload = AttentionWorkload(seq_len, heads, head_dim, ranks, head_by_head=head_by_head)
+    return advise_attention(load_platform(platform), workload, **options)
 
 
 def test_the_worst_aligned_case_of_section_4_3():
@@ -70,7 +71,8 @@ def test_on_the_h200_pair_it_agrees_with_the_prototype():
     rows = {row[0]: row for row in json.loads(PROTOTYPE.read_text())["rows"]}
     for seq_len in (8192, 16384):
         _, attention, fused, _, _ = rows[seq_len]
-        decision = advise("h200-nvlink-pair-bulk", seq_len, ranks=2)
+        # It served one rank after the other.
+        decision = advise("h200-nvlink-pair-bulk", seq_len, ranks=2, head_by_head=False)
         assert decision.action == "piggyback"
         # Differences of two times of 0.2 and 0.8 ms, a tenth of a percent of noise each: 20% of the difference.
         assert decision.residual_us + decision.issue_us == pytest.approx(fused - attention, rel=0.2)
@@ -90,7 +92,7 @@ def test_a_burst_above_the_capacity_is_charged_for_its_own_drain():
 
 
 def test_a_gap_too_short_to_drain_fails_the_rate_bound_and_ends_serial():
-    decision = advise(seq_len=32768, qloop_us_per_kv_tile=1e-4)
+    decision = advise(seq_len=512, heads=64, qloop_us_per_kv_tile=1e-4)
     assert not decision.rate_bound_holds
     assert decision.residual_us > 0
     assert decision.action == "serial"
@@ -106,6 +108,27 @@ def test_no_reason_contradicts_its_own_numbers(seq_len, heads, head_dim, ranks, 
         assert decision.capacity_bound_holds
     assert ("fail" in decision.reason) == (ranks > 1 and not (decision.rate_bound_holds and decision.capacity_bound_holds))
     assert decision.burst_bytes <= (seq_len + 127) * heads * head_dim * 2
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "ranks", "batch", "head_by_head", "expected"),
+    [
+        (8192, 4, 2, 1, True, [68, 60]),
+        (8192, 4, 2, 1, False, [128, 0]),
+        (8192, 4, 2, 2, True, [68, 60, 68, 60]),
+        (1024, 1, 4, 1, True, [6]),
+        (1, 1, 4, 1, True, [3]),  # a rank's share is rounded up to a row
+        (8192, 4, 1, 1, True, [0, 0]),
+    ],
+)
+def test_a_wave_holds_tiles_for_others_as_the_order_has_it(seq_len, heads, ranks, batch, head_by_head, expected):
+    workload = AttentionWorkload(seq_len, heads, 128, ranks, batch, head_by_head=head_by_head)
+    assert workload.remote_tiles_of_waves(132) == expected
+
+
+def test_tiles_for_others_among_tiles_of_its_own_stall_less():
+    mixed, apart = (advise("h200-nvlink-pair-bulk", 8192, ranks=2, head_by_head=order) for order in (True, False))
+    assert 0 < mixed.residual_us < 0.6 * apart.residual_us
 
 
 def test_one_rank_has_nothing_to_exchange():

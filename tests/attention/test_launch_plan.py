@@ -116,7 +116,7 @@ def test_equal_shards_are_one_launch_in_any_delivery_order(ranks, order):
     for rank in range(ranks):
         plan = fused_plan(layout, rank, order)
         element = None if ranks == 1 else 0
-        assert plan.launches == (Launch(0, 128, 0, ranks, element, 128 * ranks),)
+        assert plan.launches == (Launch(0, 128, 0, ranks, element, 128 * ranks, head_by_head=ranks > 1),)
         assert plan.first_rank == rank + (order == OWN_LAST)
 
 
@@ -136,6 +136,24 @@ def test_equal_shards_are_one_launch_in_any_delivery_order(ranks, order):
 def test_launches_are_as_few_as_rows_and_batch_allow(rows, batch, order, expected):
     plan = fused_plan(UlyssesLayout(rows, (1,) * len(rows), 64, batch), 0, order)
     assert [(launch.rows, launch.slots, launch.element) for launch in plan.launches] == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "causal", "expected"),
+    [
+        (UlyssesLayout((4, 4), (2, 2), 64), False, [True]),
+        (UlyssesLayout((4, 4), (2, 2), 64, 2), False, [True, True]),
+        (UlyssesLayout((4, 4), (2, 2), 64, kv_heads=2), False, [False]),  # two heads share their keys already
+        (UlyssesLayout((5, 4), (2, 2), 64), False, [False, False]),  # one destination a launch
+        (UlyssesLayout((4, 4), (2, 2), 64), True, [False, False]),
+        (UlyssesLayout((4, 4), (2, 2), 64, 3), False, [False, False]),
+    ],
+)
+def test_a_head_serves_all_destinations_in_turn_where_a_launch_has_several_and_heads_keys_of_their_own(
+    layout, causal, expected
+):
+    assert [launch.head_by_head for launch in fused_plan(layout, 0, OWN_LAST, causal).launches] == expected
+    assert not any(launch.head_by_head for launch in fused_plan(layout, 0, OWN_LAST, causal, head_by_head=False).launches)
 
 
 def test_q_is_gathered_only_where_shared_rows_come_in_sequence_order():

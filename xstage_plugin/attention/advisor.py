@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from xstage_plugin.attention.convergence import (
@@ -32,7 +33,8 @@ class AttentionDecision:
         qloop_gap_us: G_Qloop(M), the gap that one Q-loop supplies.
         rate_bound_holds, capacity_bound_holds: equation 10.
         residual_us: drain-induced time over attention alone, E_drain (18, 19) and what single bursts above the capacity
-            wait for their own drain (7), over the waves of tiles whose owner is another rank.
+            wait for their own drain (7), summed over the waves of tiles, each with the tiles of it that are for other ranks.
+            CTAs of a wave count as aligned; over many waves they drift apart, and the residual stays below this.
         issue_us: issue instructions without backpressure, over the same waves.
         completion_coupled_residual_us: the counterfactual without post-issue progress, E^cc (17), over the same waves.
         serial_exchange_us: the same bytes as a copy at the drain rate, the least a serial exchange can take.
@@ -79,22 +81,16 @@ def advise_attention(
     tile_bytes = workload.tile_bytes if workload.ranks > 1 else 0
     producers = min(num_sms, workload.output_tiles)
     gap = sigma * workload.kv_tiles
-    floor = float(platform.issue_floor_us(producers, tile_bytes)) if tile_bytes else 0.0
     burst_bytes = float(platform.burst_total_bytes(producers, tile_bytes))
-    drain = float(platform.drain_us(burst_bytes))
     recovery = float(platform.recovery_gap_us(producers, tile_bytes)) if tile_bytes else 0.0
     alone = float(platform.isolated_overhead_us(producers, tile_bytes)) if tile_bytes else 0.0
     rate_ok, capacity_ok = gap >= recovery, alone == 0
-    # Tiles of one owner run together, so a wave is sent whole or stays whole: (N - 1)/N of the waves are remote.
-    waves = -(-workload.output_tiles // num_sms) * (workload.ranks - 1) / workload.ranks
     # One QK^T step is half of the work of a KV tile.
     qk = sigma / 2
-    backpressure = max(issue_backpressure_us(drain, gap, floor), alone)
-    residual = waves * critical_path_stall_us(backpressure, qk)
-    coupled = waves * completion_coupled_exposure_us(drain, platform.completion_latency_us, qk)
+    residual, issue, coupled = _over_waves(platform, workload, gap, qk)
     serial = float(platform.drain_us(workload.remote_bytes))
     least = min_seq_len(float(platform.recovery_gap_us(num_sms, workload.tile_bytes)), sigma, workload.block_n)
-    action, reason = _decide(workload, gap, recovery, residual, waves * floor, serial, rate_ok, capacity_ok)
+    action, reason = _decide(workload, gap, recovery, residual, issue, serial, rate_ok, capacity_ok)
     return AttentionDecision(
         action=action,
         min_seq_len=least,
@@ -106,7 +102,7 @@ def advise_attention(
         rate_bound_holds=rate_ok,
         capacity_bound_holds=capacity_ok,
         residual_us=residual,
-        issue_us=waves * floor,
+        issue_us=issue,
         completion_coupled_residual_us=coupled,
         serial_exchange_us=serial,
         reason=reason,
@@ -119,6 +115,23 @@ def advise_attention(
         },
         notes=(platform.outside(producers, tile_bytes) if tile_bytes else ()) + _platform_notes(platform, workload.ranks),
     )
+
+
+def _over_waves(
+    platform: PlatformModel, workload: AttentionWorkload, gap_us: float, qk_us: float
+) -> tuple[float, float, float]:
+    """Drain-induced stall, issue and E^cc of all waves, microseconds; the storing CTAs of a wave store at one moment."""
+    stall = issue = coupled = 0.0
+    for remote, waves in Counter(workload.remote_tiles_of_waves(platform.device.num_sms)).items():
+        if not remote:
+            continue
+        floor = float(platform.issue_floor_us(remote, workload.tile_bytes))
+        drain = float(platform.drain_us(platform.burst_total_bytes(remote, workload.tile_bytes)))
+        alone = float(platform.isolated_overhead_us(remote, workload.tile_bytes))
+        stall += waves * critical_path_stall_us(max(issue_backpressure_us(drain, gap_us, floor), alone), qk_us)
+        issue += waves * floor
+        coupled += waves * completion_coupled_exposure_us(drain, platform.completion_latency_us, qk_us)
+    return stall, issue, coupled
 
 
 def _platform_notes(platform: PlatformModel, ranks: int) -> tuple[str, ...]:

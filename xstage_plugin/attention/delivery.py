@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def slot_outputs(launches: tuple[Launch, ...], slots: torch.Tensor, heads: slice) -> tuple[torch.Tensor, ...]:
-    """For each launch the rows that it writes, [destinations or B, rows, h, d].
+    """For each launch the rows that it writes, as the kernel takes them: [b, rows, h, d].
 
     Args:
         launches: of a :class:`FusedPlan`.
@@ -22,12 +22,14 @@ def slot_outputs(launches: tuple[Launch, ...], slots: torch.Tensor, heads: slice
             span's slots, or local memory of the same strides (what attention alone costs).
         heads: the heads that this rank computes.
     """
-    return tuple(
-        slots[launch.slot, :, : launch.rows, heads]
-        if launch.element is None
-        else slots[launch.slot : launch.slot + launch.slots, launch.element, : launch.rows, heads]
-        for launch in launches
-    )
+
+    def output(launch: Launch) -> torch.Tensor:
+        if launch.element is None:
+            return slots[launch.slot, :, : launch.rows, heads]
+        owners = slice(launch.slot, launch.slot + launch.slots)
+        return _for_kernel(launch, slots[owners, launch.element, : launch.rows, heads])
+
+    return tuple(output(launch) for launch in launches)
 
 
 def run_launches(
@@ -47,12 +49,21 @@ def run_launches(
             keys, values = k[:, : launch.kv_rows], v[:, : launch.kv_rows]
         else:
             end = launch.first_row + launch.slots * launch.rows
-            rows = q[launch.element, launch.first_row : end].unflatten(0, (launch.slots, launch.rows))
-            one = slice(launch.element, launch.element + 1)
-            # Every destination's rows attend to the same keys: batch stride 0, nothing is copied.
-            keys = k[one, : launch.kv_rows].expand(launch.slots, -1, -1, -1)
-            values = v[one, : launch.kv_rows].expand(launch.slots, -1, -1, -1)
+            rows = _for_kernel(launch, q[launch.element, launch.first_row : end].unflatten(0, (launch.slots, launch.rows)))
+            keys, values = (_seen_by_all(launch, x[launch.element, : launch.kv_rows]) for x in (k, v))
         backend(rows, keys, values, out, softmax_scale=softmax_scale, causal=causal)
+
+
+def _for_kernel(launch: Launch, rows: torch.Tensor) -> torch.Tensor:
+    """[slots, rows, h, d] as the launch gives it to the kernel."""
+    return rows.permute(2, 1, 0, 3) if launch.head_by_head else rows
+
+
+def _seen_by_all(launch: Launch, keys: torch.Tensor) -> torch.Tensor:
+    """Keys or values of one sequence, [S, h_kv, d], for every destination; nothing is copied."""
+    if launch.head_by_head:
+        return keys.transpose(0, 1).unsqueeze(2)
+    return keys.expand(launch.slots, -1, -1, -1)
 
 
 class FusedDelivery:

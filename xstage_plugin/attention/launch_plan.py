@@ -1,8 +1,12 @@
 """Which attention launches and which copies bring every output row to its owner. Pure, no GPU.
 
 Every rank's output buffer is a *slot*; the slots lie at equal distances, so consecutive destinations with equally many rows
-are one more tensor dimension. A launch gives that dimension to the kernel as its batch: q as [slots, rows, h, d], the output
-as [slots, rows, h, d] with the slot distance as batch stride, keys and values expanded.
+are one more tensor dimension. A launch gives that dimension to the kernel in one of two ways, because kernels take their tiles
+block by block, then head by head, then along the batch:
+
+- as its batch: q and output [slots, rows, h, d], keys and values expanded; one destination is served after the other;
+- as its heads, and the rank's heads as its batch: q and output [h, rows, slots, d], keys and values [h, S, 1, d]; every head
+  goes to all destinations before the next one. Then what a wave of tiles stores at once is only partly remote.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ class Launch:
         slots: destinations, consecutive slots; they are the kernel's batch where ``element`` is given.
         element: sequence of the batch; None: all sequences at once, then ``slots`` is 1.
         kv_rows: keys and values that are seen, from the first on.
+        head_by_head: destinations are the kernel's heads, and this rank's heads its batch.
     """
 
     first_row: int
@@ -33,6 +38,7 @@ class Launch:
     slots: int
     element: int | None
     kv_rows: int
+    head_by_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,15 @@ class _Segment:
     kv_rows: int
 
 
-def fused_plan(layout: UlyssesLayout, rank: int, q_order: str, causal: bool = False) -> FusedPlan:
+def fused_plan(layout: UlyssesLayout, rank: int, q_order: str, causal: bool = False, head_by_head: bool = True) -> FusedPlan:
     """Launches of ``rank`` that store its heads' output straight to the owners.
+
+    Args:
+        layout, rank: whose rows and heads.
+        q_order: in which q arrives.
+        causal: row i of the sequence sees keys up to i.
+        head_by_head: serve all destinations with a head before the next one, in launches over several of them. Needs a
+            key/value head for each of the rank's heads; without, one destination is served after the other.
 
     Raises:
         InvalidInputError: unknown order, or causal attention with shared rows.
@@ -101,8 +114,10 @@ def fused_plan(layout: UlyssesLayout, rank: int, q_order: str, causal: bool = Fa
     gathers = checked_order(q_order) == SEQUENCE and layout.shared_rows > 0
     order = OWN_LAST if gathers else q_order
     launches: list[Launch] = []
+    # The kernel's heads share their keys then, so heads that already share some cannot be its batch.
+    by_head = head_by_head and layout.kv_heads_of(rank)[1] == layout.heads[rank]
     for run in _runs(_segments(layout, rank, order, causal), together=not causal):
-        launches += _launches_of(run, layout.batch)
+        launches += _launches_of(run, layout.batch, by_head)
     return FusedPlan(first_rank(rank, order), order, gathers, tuple(launches))
 
 
@@ -151,12 +166,12 @@ def _runs(segments: list[_Segment], together: bool) -> list[list[_Segment]]:
     return [[segment for _, segment in group] for _, group in keyed]
 
 
-def _launches_of(run: list[_Segment], batch: int) -> list[Launch]:
-    """The fewest launches: destinations as the kernel's batch, one call a sequence; or sequences, one call a destination."""
+def _launches_of(run: list[_Segment], batch: int, by_head: bool) -> list[Launch]:
+    """The fewest launches: all destinations at once, one call a sequence; or all sequences, one call a destination."""
     first = run[0]
     if batch > len(run) or len(run) == 1:
         return [Launch(part.first_row, part.rows, part.slot, 1, None, part.kv_rows) for part in run]
-    return [Launch(first.first_row, first.rows, first.slot, len(run), b, first.kv_rows) for b in range(batch)]
+    return [Launch(first.first_row, first.rows, first.slot, len(run), b, first.kv_rows, by_head) for b in range(batch)]
 
 
 def _copies_with_shared_rows(layout: UlyssesLayout) -> tuple[Copy, ...]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from xstage_plugin import env
 from xstage_plugin.attention.advisor import PIGGYBACK, advise_attention
-from xstage_plugin.attention.layout import UlyssesLayout
+from xstage_plugin.attention.launch_plan import fused_plan
+from xstage_plugin.attention.layout import OWN_LAST, UlyssesLayout
 from xstage_plugin.attention.workload import AttentionWorkload
 from xstage_plugin.burst_gap.platform_model import PlatformModel
 from xstage_plugin.checks import unknown_name
@@ -63,6 +64,7 @@ def choose_mode(layout: UlyssesLayout, mode: str, platform: PlatformModel | None
         head_dim=layout.head_dim,
         ranks=layout.ranks,
         batch=layout.batch,
+        head_by_head=any(launch.head_by_head for launch in fused_plan(layout, 0, OWN_LAST).launches),
     )
     decision = advise_attention(platform, workload)
     return ModeChoice(FUSED if decision.action == PIGGYBACK else SERIAL, decision.reason)

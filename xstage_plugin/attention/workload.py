@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from xstage_plugin.checks import positive_int
 
@@ -19,6 +22,7 @@ class AttentionWorkload:
         batch: sequences.
         block_m, block_n: output tile rows and KV tile columns of the kernel.
         output_bytes: bytes of an output element (2 for bf16).
+        head_by_head: a head's tiles go to all ranks before the next head's; else one rank is served after the other.
     """
 
     seq_len: int
@@ -29,10 +33,12 @@ class AttentionWorkload:
     block_m: int = 128
     block_n: int = 128
     output_bytes: int = 2
+    head_by_head: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            positive_int(name, getattr(self, name))
+            if name != "head_by_head":
+                positive_int(name, getattr(self, name))
 
     @property
     def tile_bytes(self) -> int:
@@ -54,3 +60,16 @@ class AttentionWorkload:
         """Output bytes that belong to other ranks."""
         total = self.seq_len * self.heads_per_rank * self.head_dim * self.output_bytes * self.batch
         return total * (self.ranks - 1) / self.ranks
+
+    def remote_tiles_of_waves(self, num_sms: int) -> list[int]:
+        """How many of the output tiles that ``num_sms`` CTAs finish together are for other ranks, wave after wave.
+
+        Tiles come in the order in which a kernel takes them, each rank serving itself last; a sequence of the batch is a
+        launch of its own.
+        """
+        rows_of_a_rank = math.ceil(self.seq_len / self.ranks)
+        blocks = math.ceil(rows_of_a_rank / self.block_m)
+        order = np.tile if self.head_by_head else np.repeat
+        remote = order(np.repeat(np.arange(self.ranks) < self.ranks - 1, blocks), self.heads_per_rank)
+        waves = np.add.reduceat(remote.astype(np.int64), np.arange(0, remote.size, num_sms))
+        return [int(count) for count in np.tile(waves, self.batch)]
