@@ -4,15 +4,19 @@
 
 Arms, all over the same q, k and v (ulysses_worker.py):
 
-- attention: the kernel alone; its output is local and has the strides of the fused one;
+- attention: the kernel alone, as one would call it without other ranks;
+- attention as launched: the fused kernel's launches, storing at the same distances into local memory;
 - fused sender: tiles go straight to their owners, timed until this rank's kernel ends (the paper's sender-visible time);
-- fused: with the closing barrier, so that every peer's rows have arrived (what a layer sees); the rank serves itself last;
+- fused: with the closing barrier, so that every peer's rows have arrived (what a layer sees); head by head, and within a
+  head the rank serves itself last;
 - fused own first: the same, serving itself first;
+- fused by owner: all heads of one destination before the next destination;
 - serial nccl, serial copy, flashinfer: attention, then all_to_all_single and a permute, a strided copy through the span and
   a barrier, or UlyssesCommunicator.gather_heads (with --others flashinfer).
 
 Speedups are over the fastest serial arm of the case. A sample is a CUDA graph of as many calls as last 3 ms, divided by
-their number.
+their number. Every sample comes with the SM clock at which it ran: residuals, hiding ratios and "at one clock" are at the
+median clock of attention alone, because long kernels run at the power limit, where the clock moves by a few percent.
 """
 
 from __future__ import annotations
@@ -27,15 +31,19 @@ from typing import Any
 
 import click
 import harness
+from clocked import Reading, Sample, median_mhz, timed_us
 from harness import Arm, BenchError, Group, together
 from script import check_run, measure_and_report, numbers_of, ranks_of, run_cli, run_options, words_of
 from session import Session, measure_cases, new_document
 from ulysses_figures import (
     ATTENTION,
+    BY_OWNER,
     COPY,
     FAMILY,
     FLASHINFER,
     FUSED,
+    FUSED_ARMS,
+    LAUNCHED,
     NCCL,
     OWN_FIRST,
     SENDER,
@@ -159,7 +167,7 @@ def make_plan(
     others: Sequence[str] = (),
 ) -> Plan:
     """Every backend, length and head count that can be compared. Pure: the same on all ranks."""
-    arms = (ATTENTION, SENDER, FUSED, OWN_FIRST, NCCL, COPY, *(OTHERS[name] for name in others))
+    arms = (ATTENTION, LAUNCHED, SENDER, FUSED, OWN_FIRST, BY_OWNER, NCCL, COPY, *(OTHERS[name] for name in others))
     cases, skipped = [], []
     for backend in backends:
         for count in heads:
@@ -200,8 +208,8 @@ def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick:
     work = case.workload
     shape = {"seq_len": work.seq_len, "heads": work.heads_per_rank, "head_dim": work.head_dim}
     names = [arm.name for arm in case.arms]
-    call_us = max(session.each(ATTENTION, "prepare", backend=case.backend, arms=names, seed=SEED, **shape))
-    calls, trials = plan.pace(case, call_us)
+    prepared = session.each(ATTENTION, "prepare", backend=case.backend, arms=names, seed=SEED, **shape)
+    calls, trials = plan.pace(case, max(answer["call_us"] for answer in prepared))
     tick(case.name)
     failures: dict[str, list[str]] = {name: [] for name in names}
 
@@ -216,14 +224,15 @@ def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick:
                     failures[arm.name].append(f"{when} timing, rank {rank}: out differs from {NCCL.name}'s")
             tick(case.name)
 
-    def timed(arm: Arm) -> float:
+    def timed(arm: Arm) -> Sample:
         tick(case.name)
-        return float(max(session.each(arm, "run", name=arm.name)))
+        return [Reading(us, mhz) for us, mhz in session.each(arm, "run", name=arm.name)]
 
     check("before")
     samples = harness.alternate(case.arms, trials, timed)
     check("after")
-    return _case_document(plan, case, calls, bf16_tflops, samples, failures)
+    document = _case_document(plan, case, calls, bf16_tflops, samples, failures)
+    return document | {"gpus_under_attention": [answer["load"] for answer in prepared]}
 
 
 def _case_document(
@@ -231,13 +240,13 @@ def _case_document(
     case: Case,
     calls: int,
     bf16_tflops: float,
-    samples: Mapping[str, list[float]],
+    samples: Mapping[str, list[Sample]],
     failures: Mapping[str, list[str]],
 ) -> dict[str, Any]:
     work = case.workload
     floor = physical_floor(work, plan.platform, bf16_tflops)
     rows, best = case_rows(case.arms, samples, failures, floor.floor_us)
-    alone = next((row["median_us"] for row in rows if row["name"] == ATTENTION.name and "median_us" in row), None)
+    alone = next((row["at_clock_us"] for row in rows if row["name"] == ATTENTION.name and "at_clock_us" in row), None)
     return {
         "name": case.name,
         "backend": case.backend,
@@ -251,7 +260,10 @@ def _case_document(
         "floor": floor_document(floor),
         "attention_tflops": harness.rounded(operations(work) / alone / 1e6) if alone else None,
         "prediction": prediction(plan.platform, work, alone) if alone else None,
-        "aa_difference": harness.rounded(harness.aa_difference(samples[best])) if best else None,
+        "aa_difference": harness.rounded(harness.aa_difference([timed_us(sample) for sample in samples[best]]))
+        if best
+        else None,
+        "sm_mhz": round(median_mhz(samples[ATTENTION.name])),
         "failed": any(failures.values()),
         "arms": rows,
     }
@@ -266,7 +278,7 @@ def run(plan: Plan, group: Group, out: Path, command: str, timeout_s: float, wor
         "platform": plan.platform.name,
         "seed": SEED,
         "sample_us": SAMPLE_US,
-        "residual": "median over A B B A pairs of trials of an arm's mean less attention's",
+        "residual": "at attention's median clock; median over A B B A pairs of trials of an arm's mean less attention's",
         "timeout_s": timeout_s,
     }
     document = new_document(NAME, command, machine, settings)
@@ -296,9 +308,11 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Speedup over the best serial arm, for each backend, over the cases in which both passed their checks."""
     found = {}
     for backend in dict.fromkeys(case["backend"] for case in cases):
-        for arm in (SENDER, FUSED, OWN_FIRST):
+        for arm in FUSED_ARMS:
             rows = [row for case in cases if case["backend"] == backend and (row := _row(case, arm.name))]
             found[f"{backend} {arm.name}"] = harness.spread([row["speedup"] for row in rows])
+            level = [row["speedup_at_clock"] for row in rows if "speedup_at_clock" in row]
+            found[f"{backend} {arm.name}, at one clock"] = harness.spread(level)
     return found
 
 
@@ -309,30 +323,30 @@ def _row(case: Mapping[str, Any], name: str | None) -> dict[str, Any] | None:
 def print_result(document: Mapping[str, Any]) -> None:
     """Times of every arm, then what fusing costs over attention and how much of the exchange it hides."""
     others = [arm for arm in OTHERS.values() if any(_row(case, arm.name) for case in document["cases"])]
-    timed = (ATTENTION, SENDER, FUSED, OWN_FIRST, NCCL, COPY, *others)
+    timed = (ATTENTION, LAUNCHED, *FUSED_ARMS, NCCL, COPY, *others)
     times, costs, notes = [], [], []
     for case in document["cases"]:
         found = {arm.name: _row(case, arm.name) for arm in timed}
         sender, fused = found[SENDER.name], found[FUSED.name]
         cells = [case["name"], *(_cell(row, "median_us", ".1f") for row in found.values())]
         cells += [case["baseline"] or "--", _cell(fused, "speedup", ".3f"), _cell(case, "aa_difference", ".1%")]
-        times.append([*cells, fused["verdict"] if fused else "FAILED"])
-        cells = [case["name"], *(_cell(row, "residual_us", "+.1f") for row in (sender, fused))]
+        times.append([*cells, fused["verdict"] if fused else "FAILED", _cell(fused, "speedup_at_clock", ".3f")])
+        cells = [case["name"], *(_cell(row, "residual_us", "+.1f") for row in (found[LAUNCHED.name], sender, fused))]
         cells += [_cell(case["prediction"], "residual_us", "+.1f")]
         cells += [_cell(row, key, ".2f") for row in (sender, fused) for key in ("hiding_nccl", "hiding_copy")]
         cells += [_cell(case, "attention_tflops", ".0f"), f"{case['floor']['floor_us']:.1f} {case['floor']['bound']}"]
-        costs.append(
-            [*cells, _cell(found[ATTENTION.name], "floor_ratio", ".2f"), _cell(found[ATTENTION.name], "drift", "+.1%")]
-        )
+        costs.append([*cells, _cell(found[ATTENTION.name], "floor_ratio", ".2f"), str(case["sm_mhz"])])
         notes += [f"{case['name']}, {row['name']}: {text}" for row in case["arms"] for text in row["failures"]]
     spreads = {key: harness.spread_text(value) for key, value in document["summary"].items() if value}
     notes += [f"{key}, speedup over the best serial arm: {text}" for key, text in spreads.items()]
     notes += [f"skipped {entry['case']}: {entry['reason']}" for entry in document["skipped"]]
-    columns = ("case", *(arm.name for arm in timed), "best serial", "fused x", "A/A", "fused is")
+    short = (arm.name.removeprefix("attention as ").removeprefix("fused ").removeprefix("serial ") for arm in timed)
+    columns = ("case", *short, "best serial", "fused x", "A/A", "fused is", "at one clock x")
     harness.print_table("Ulysses attention with its output exchange: microseconds a call", columns, times)
-    columns = ("case", "sender +us", "fused +us", "predicted +us", "sender/nccl", "sender/copy", "fused/nccl", "fused/copy")
-    title = "Over attention alone (+us), and the hidden part of what NCCL or the copy costs over it (equation 21)"
-    harness.print_table(title, (*columns, "TFLOP/s", "floor us", "attention/floor", "drift"), costs, notes)
+    columns = ("case", "launched +us", "sender +us", "fused +us", "predicted +us")
+    columns += ("sender/nccl", "sender/copy", "fused/nccl", "fused/copy", "TFLOP/s", "floor us", "attention/floor", "MHz")
+    title = "At one clock over attention alone (+us), and the hidden part of what NCCL or the copy costs over it (equation 21)"
+    harness.print_table(title, columns, costs, notes)
 
 
 def _cell(row: Mapping[str, Any] | None, key: str, form: str) -> str:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from harness import serve
+from sm_clock import SmClock
 
 COPY_BYTES = 2**31
 SLEEP_CYCLES = 1_000_000  # about 0.5 ms: longer than the launches of any rank take
@@ -31,6 +32,7 @@ class GpuWorker:
         store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=wait)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=wait, device_id=self.device)
         self.token = torch.zeros(1, device=self.device)
+        self._clock: SmClock | None = None
 
     def meet(self) -> None:
         """All ranks on the host, with nothing left on their devices."""
@@ -52,6 +54,34 @@ class GpuWorker:
         end.record()
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end) * 1e3)
+
+    def clocked_us(self, launch: Callable[[], object], sleep_cycles: int = SLEEP_CYCLES) -> tuple[float, float]:
+        """:meth:`event_us`, and the SM clock in MHz from before the ranks' meeting to the end."""
+        if self._clock is None:
+            self._clock = SmClock(self.device)
+        self._clock.begin()
+        us = self.event_us(launch, sleep_cycles)
+        self._clock.end()
+        return us, self._clock.mhz()
+
+    def load_state(self) -> dict[str, object]:
+        """What this GPU draws and what holds its clock back, now: ask while it works. Empty where NVML cannot say."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+            return {
+                "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+                "power_w": round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+                "power_limit_w": round(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
+                "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+                "held_by_power_limit": bool(reasons & pynvml.nvmlClocksEventReasonSwPowerCap),
+                "held_by_temperature": bool(reasons & pynvml.nvmlClocksEventReasonSwThermalSlowdown),
+            }
+        except Exception:  # not installed, not permitted, another version: none of it stops a measurement
+            return {}
 
     def best_us(self, step: Callable[[], object]) -> float:
         """The least of 10 timed calls after 3 others, this rank by itself."""

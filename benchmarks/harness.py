@@ -72,9 +72,9 @@ def trial_order(arms: Sequence[Arm], trial: int) -> list[Arm]:
     return order if trial % 2 == 0 else order[::-1]
 
 
-def alternate(arms: Sequence[Arm], trials: int, measure: Callable[[Arm], float]) -> dict[str, list[float]]:
+def alternate(arms: Sequence[Arm], trials: int, measure: Callable[[Arm], T]) -> dict[str, list[T]]:
     """``trials`` samples of every arm, in the order of :func:`trial_order`."""
-    samples: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    samples: dict[str, list[T]] = {arm.name: [] for arm in arms}
     for trial in range(trials):
         for arm in trial_order(arms, trial):
             samples[arm.name].append(measure(arm))

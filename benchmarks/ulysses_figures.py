@@ -1,8 +1,8 @@
 """What the samples of one attention case say: residuals, hiding ratios, floors and predictions. Pure, no GPU.
 
-Counting: a residual is an arm's time over attention alone, taken between neighbouring samples and not between medians,
-because the clock moves more over a run than the residual is: the mean of both arms over one A B B A pair of trials,
-subtracted, and the median over the pairs. Hiding ratio: equation 21 over those residuals.
+Counting: a residual is an arm's time over attention alone, both at one clock (clocked.py) and taken between neighbouring
+samples and not between medians: the mean of both arms over one A B B A pair of trials, subtracted, and the median over the
+pairs. Hiding ratio: equation 21 over those residuals. Speedups are given as timed and at one clock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import harness
 import numpy as np
+from clocked import Sample, at_clock_us, median_mhz, timed_us
 from harness import Arm
 
 from xstage_plugin.attention.advisor import advise_attention
@@ -26,9 +27,10 @@ from xstage_plugin.burst_gap.platform_model import PlatformModel
 
 FAMILY = "ulysses"
 ATTENTION = Arm("attention", FAMILY)
-SENDER, FUSED, OWN_FIRST = Arm("fused sender", FAMILY), Arm("fused", FAMILY), Arm("fused own first", FAMILY)
+LAUNCHED, SENDER, FUSED = Arm("attention as launched", FAMILY), Arm("fused sender", FAMILY), Arm("fused", FAMILY)
+OWN_FIRST, BY_OWNER = Arm("fused own first", FAMILY), Arm("fused by owner", FAMILY)
 NCCL, COPY, FLASHINFER = Arm("serial nccl", FAMILY), Arm("serial copy", FAMILY), Arm("flashinfer", FAMILY)
-SERIAL_ARMS, FUSED_ARMS = (NCCL, COPY, FLASHINFER), (SENDER, FUSED, OWN_FIRST)
+SERIAL_ARMS, FUSED_ARMS = (NCCL, COPY, FLASHINFER), (SENDER, FUSED, OWN_FIRST, BY_OWNER)
 
 
 @dataclass(frozen=True)
@@ -96,28 +98,43 @@ def paired_residuals_us(samples: Sequence[float], attention: Sequence[float]) ->
 
 
 def case_rows(
-    arms: Sequence[Arm], samples: Mapping[str, Sequence[float]], failures: Mapping[str, Sequence[str]], floor_us: float
+    arms: Sequence[Arm],
+    samples: Mapping[str, Sequence[Sample]],
+    failures: Mapping[str, Sequence[str]],
+    floor_us: float,
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """The arms' rows and the name of the baseline, the fastest serial arm that passed its checks.
+    """The arms' rows and the name of the baseline, the fastest serial arm (at one clock) that passed its checks.
 
-    Rows hold what :func:`harness.arm_row` gives, and where attention alone passed its check too: ``residual_us`` with its
-    p10 and p90, and for fused arms ``hiding_nccl`` and ``hiding_copy``.
+    Rows hold what :func:`harness.arm_row` gives as timed, ``sm_mhz`` of every sample, and where attention alone passed its
+    check too: ``at_clock_us`` (median at attention's clock), ``speedup_at_clock``, ``residual_us`` with its p10 and p90, and
+    for fused arms ``hiding_nccl`` and ``hiding_copy``.
     """
     sound = {arm.name for arm in arms if not failures[arm.name] and samples[arm.name]}
+    timed = {name: [timed_us(sample) for sample in found] for name, found in samples.items()}
+    reference = samples[ATTENTION.name] if ATTENTION.name in sound else next((samples[name] for name in sound), None)
+    level = {name: at_clock_us(samples[name], median_mhz(reference)) for name in sound} if reference else {}
     serial = [arm.name for arm in SERIAL_ARMS if arm.name in sound]
-    best = min(serial, key=lambda name: float(np.median(samples[name])), default=None)
-    baseline = samples[best] if best else []
-    rows = [harness.arm_row(arm, samples[arm.name], baseline, floor_us, failures[arm.name]) for arm in arms]
+    best = min(serial, key=lambda name: float(np.median(level[name])), default=None)
+    baseline = timed[best] if best else []
+    rows = [harness.arm_row(arm, timed[arm.name], baseline, floor_us, failures[arm.name]) for arm in arms]
+    for row in rows:
+        row["sm_mhz"] = [round(median_mhz([sample])) for sample in samples[row["name"]]]
     if ATTENTION.name not in sound:
         return rows, best
-    alone = float(np.median(samples[ATTENTION.name]))
-    residuals = {name: paired_residuals_us(samples[name], samples[ATTENTION.name]) for name in sound - {ATTENTION.name}}
+    alone = float(np.median(level[ATTENTION.name]))
+    residuals = {name: paired_residuals_us(level[name], level[ATTENTION.name]) for name in sound - {ATTENTION.name}}
     for row in rows:
-        if "speedup" not in row or row["name"] not in residuals:
+        if row["name"] not in sound:
+            continue
+        middle = float(np.median(level[row["name"]]))
+        row["at_clock_us"] = harness.rounded(middle)
+        if best:
+            row["speedup_at_clock"] = harness.rounded(float(np.median(level[best])) / middle)
+        if row["name"] not in residuals:
             continue
         over = residuals[row["name"]]
         levels = {"residual_us": 0.5, "residual_p10_us": 0.1, "residual_p90_us": 0.9}
-        row |= {key: harness.rounded(float(np.quantile(over, level))) for key, level in levels.items()}
+        row |= {key: harness.rounded(float(np.quantile(over, share))) for key, share in levels.items()}
         if row["name"] in {arm.name for arm in FUSED_ARMS}:
             row |= {f"hiding_{arm.name.split()[1]}": _hiding(over, residuals.get(arm.name), alone) for arm in (NCCL, COPY)}
     return rows, best

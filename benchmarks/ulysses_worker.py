@@ -8,6 +8,7 @@ longer sleep.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from xstage_plugin.attention.peer_span import PeerSpan
 
 DTYPE = torch.bfloat16
 LOOP_CYCLES_A_CALL = 600_000  # about 0.3 ms: what the host may take to launch one call that is not captured
+SETTLE_US, SETTLE_FROM_US = 1.5e6, 2000.0  # long kernels run at the power limit; until then the clock falls by a tenth
 
 
 @dataclass
@@ -75,8 +77,11 @@ class UlyssesWorker(GpuWorker):
         found = {name: candidates(name)[0].refusal(head_dim, DTYPE, self.device) for name in backends}
         return found | {name: Flashinfer.refusal() for name in others}
 
-    def prepare(self, backend: str, arms: Sequence[str], seed: int, seq_len: int, heads: int, head_dim: int) -> float:
-        """Inputs, span and arms of one case, each arm run once. Returns the time of attention alone, microseconds."""
+    def prepare(self, backend: str, arms: Sequence[str], seed: int, seq_len: int, heads: int, head_dim: int) -> dict[str, Any]:
+        """Inputs, span and arms of one case, each arm run once; long ones run until clock and power have settled.
+
+        Returns the time of attention alone in microseconds, and the state of the GPU under it.
+        """
         self._release()
         layout = UlyssesLayout.even(seq_len, heads * self.ranks, head_dim, self.ranks)
         generator = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
@@ -91,7 +96,13 @@ class UlyssesWorker(GpuWorker):
         for name in arms:  # the first call compiles
             self.arms.steps[name].call()
             self.meet()
-        return self.event_us(self.arms.steps[ATTENTION.name].call)
+        attend = self.arms.steps[ATTENTION.name].call
+        call_us = self.event_us(attend)
+        for _ in range(math.ceil((SETTLE_US if call_us > SETTLE_FROM_US else 0) / call_us)):
+            attend()
+        state = self.load_state()
+        self.meet()
+        return {"call_us": call_us, "load": state}
 
     def check(self, name: str, calls: int) -> dict[str, bool]:
         """Whether this rank's rows, poisoned before, are all finite and those of the first ``serial nccl``, bit by bit."""
@@ -114,11 +125,12 @@ class UlyssesWorker(GpuWorker):
         equal = torch.equal(rows.view(torch.int16), self.reference.view(torch.int16))
         return {"equal": equal, "finite": bool(torch.isfinite(rows).all())}
 
-    def run(self, name: str) -> float:
-        """Event time of one call on this rank, microseconds: that of the sample's calls over their number."""
+    def run(self, name: str) -> tuple[float, float]:
+        """Event time of one call on this rank, microseconds (that of the sample's calls over their number); SM clock, MHz."""
         sample = self.samples[name]
         sleep_cycles = SLEEP_CYCLES + (0 if sample.graph else sample.calls * LOOP_CYCLES_A_CALL)
-        return self.event_us(sample.launch, sleep_cycles) / sample.calls
+        us, mhz = self.clocked_us(sample.launch, sleep_cycles)
+        return us / sample.calls, mhz
 
     def close(self) -> None:
         """Let go of what the peers map, together."""

@@ -1,6 +1,7 @@
 """ab_ulysses.py without a GPU: the plan, its pace, the figures, the command line, and whole runs over fake workers."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -14,14 +15,15 @@ sys.path.insert(0, str(BENCHMARKS))
 import ab_ulysses  # noqa: E402
 import harness  # noqa: E402
 import ulysses_figures as figures  # noqa: E402
+from clocked import Reading  # noqa: E402
 
 from xstage_plugin.attention.advisor import advise_attention  # noqa: E402
 from xstage_plugin.attention.workload import AttentionWorkload  # noqa: E402
 from xstage_plugin.burst_gap.catalog import load_platform  # noqa: E402
 
 PLATFORM = load_platform("h200-nvlink-pair-bulk")
-TIMES = {"attention": 190.0, "fused sender": 195.0, "fused": 200.0, "fused own first": 204.0, "serial nccl": 240.0}
-TIMES |= {"serial copy": 215.0, "flashinfer": 212.0}
+TIMES = {"attention": 190.0, "attention as launched": 191.0, "fused sender": 195.0, "fused": 200.0}
+TIMES |= {"fused own first": 204.0, "fused by owner": 207.0, "serial nccl": 240.0, "serial copy": 215.0, "flashinfer": 212.0}
 FAKE = f"""
 from fake_worker import FakeWorker, wish, work
 class Fake(FakeWorker):
@@ -31,10 +33,10 @@ class Fake(FakeWorker):
         return 700.0 + self.rank
     def prepare(self, backend, arms, seed, seq_len, heads, head_dim):
         self.do("prepare", None)
-        return 190.0 + self.rank
+        return {{"call_us": 190.0 + self.rank, "load": {{"power_w": 600 + self.rank}}}}
     def run(self, name):
         self.do("run", name)
-        return {TIMES!r}[name] + self.rank
+        return {TIMES!r}[name] + self.rank, 1700.0
     def check(self, name, calls):
         self.do("check", name)
         self.calls += name == "fused"
@@ -66,7 +68,7 @@ def test_a_run_sets_every_arm_against_attention_and_the_best_serial_arm(measure,
     assert (result["complete"], result["failed"], result["error"]) == (True, False, None)
     case = result["cases"][0]
     rows = arms_of(case)
-    assert list(rows) == ["attention", "fused sender", "fused", "fused own first", "serial nccl", "serial copy"]
+    assert list(rows) == [name for name in TIMES if name != "flashinfer"]
     assert rows["attention"]["samples_us"] == [191.0] * 6  # the maximum over ranks
     assert (case["baseline"], rows["fused"]["verdict"]) == ("serial copy", "faster")
     assert rows["fused"]["speedup"] == pytest.approx(216 / 201, rel=1e-4)
@@ -74,11 +76,16 @@ def test_a_run_sets_every_arm_against_attention_and_the_best_serial_arm(measure,
     assert (rows["fused"]["hiding_nccl"], rows["fused"]["hiding_copy"]) == (0.8, 0.6)
     assert rows["fused sender"]["hiding_nccl"] == 0.9
     assert "residual_us" not in rows["attention"]
-    assert case["attention_tflops"] == pytest.approx(4 * 8192**2 * 128 * 4 / 191 / 1e6, rel=1e-4)
+    assert rows["attention"]["at_clock_us"] == 190  # of the rank that waited least
+    assert rows["fused"]["speedup_at_clock"] == pytest.approx(215 / 200, rel=1e-4)
+    assert rows["fused"]["sm_mhz"] == [1700] * 6
+    assert [state["power_w"] for state in case["gpus_under_attention"]] == [600, 601]
+    assert case["attention_tflops"] == pytest.approx(4 * 8192**2 * 128 * 4 / 190 / 1e6, rel=1e-4)
     assert result["meta"]["rates"]["bf16_tflops"] == 700  # the slowest rank's
     assert case["floor"]["bound"] == "matrix"
+    fused = [name for name in TIMES if name.startswith("fused")]
     assert set(result["summary"]) == {
-        f"{b} {arm}" for b in ("fa3", "fa4") for arm in ("fused sender", "fused", "fused own first")
+        f"{b} {arm}{how}" for b in ("fa3", "fa4") for arm in fused for how in ("", ", at one clock")
     }
     ab_ulysses.print_result(result)
     out = capsys.readouterr().out
@@ -179,6 +186,22 @@ def test_a_drifting_clock_leaves_no_residual(slope, pairs):
     over = figures.paired_residuals_us(samples["fused"], samples["attention"])
     assert len(over) == pairs
     assert over == pytest.approx([0] * pairs, abs=1e-9)
+
+
+@given(st.lists(st.floats(1200, 1900), min_size=12, max_size=12), st.floats(0, 100))
+def test_a_wandering_clock_changes_no_figure_at_one_clock(clocks, cost_us):
+    """Cycles are the arm's own; the other rank waits for the slower one."""
+    arms = (figures.ATTENTION, figures.SENDER)
+    wandering = iter(clocks)
+
+    def measure(arm):
+        cycles, mhz = 1.7e6 + 1500 * cost_us * (arm == figures.SENDER), next(wandering)
+        return [Reading(cycles / mhz, mhz), Reading(cycles / mhz, 1.1 * mhz)]
+
+    rows, _ = figures.case_rows(arms, harness.alternate(arms, 6, measure), {arm.name: [] for arm in arms}, 100.0)
+    reference = statistics.median(clock for arm in rows[:1] for clock in arm["sm_mhz"])
+    # Clocks are kept in whole MHz.
+    assert rows[1]["residual_us"] == pytest.approx(1500 * cost_us / reference, rel=2e-3, abs=1e-3)
 
 
 def test_the_prediction_is_the_advisor_s_with_sigma_from_the_measured_call():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-ARMS = {"attention", "fused sender", "fused", "fused own first", "serial nccl", "serial copy"}
+ARMS = {"attention", "attention as launched", "fused sender", "fused", "fused own first", "fused by owner"}
+ARMS |= {"serial nccl", "serial copy"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
