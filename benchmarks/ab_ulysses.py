@@ -14,9 +14,10 @@ Arms, all over the same q, k and v (ulysses_worker.py):
 - serial nccl, serial copy, flashinfer: attention, then all_to_all_single and a permute, a strided copy through the span and
   a barrier, or UlyssesCommunicator.gather_heads (with --others flashinfer).
 
-Speedups are over the fastest serial arm of the case. A sample is a CUDA graph of as many calls as last 3 ms, divided by
-their number. Every sample comes with the SM clock at which it ran: residuals, hiding ratios and "at one clock" are at the
-median clock of attention alone, because long kernels run at the power limit, where the clock moves by a few percent.
+Speedups are over the fastest serial arm of the case. A sample is a CUDA graph of as many calls as last 3 ms (--sample-ms),
+divided by their number. Every sample comes with the SM clock at which it ran: residuals, hiding ratios and "at one clock"
+are at the median clock of attention alone, because long kernels run at the power limit, where the clock moves by a few
+percent.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from xstage_plugin.attention.workload import AttentionWorkload
 from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.burst_gap.gpu_info import probe_machine
 from xstage_plugin.burst_gap.platform_model import PlatformModel
-from xstage_plugin.checks import positive_int, unknown_name
+from xstage_plugin.checks import positive, positive_int, unknown_name
 from xstage_plugin.errors import InvalidInputError
 
 NAME = "ab_ulysses"
@@ -68,7 +69,7 @@ DEFAULT_PLATFORM = "h200-nvlink-pair-bulk"
 BACKENDS, OTHERS = ("fa3", "fa4"), {"flashinfer": FLASHINFER}
 WORKER = (sys.executable, str(Path(__file__).with_name("ulysses_worker.py")))
 SEED, MOST_LENGTH, MOST_HEADS, MOST_HEAD_DIM = 1, 2**20, 256, 256
-SAMPLE_US, MOST_CALLS = 3000.0, 64  # short enough for a steady clock, long enough for the events' half microsecond
+SAMPLE_MS, MOST_CALLS = 3.0, 64  # short enough for a steady clock, long enough for the events' half microsecond
 CASE_BUDGET_US, LEAST_LONG_TRIALS = 6e6, 6  # device time of one case, and its trials where that is not enough
 MOST_CASE_BYTES = 100e9
 # Of q's size on a GPU, beside one a rank for attention's local output: inputs, both orders, span, scratches, NCCL's, checks.
@@ -105,6 +106,7 @@ class Plan:
     trials: int
     cases: tuple[Case, ...]
     skipped: tuple[tuple[str, str], ...]
+    sample_ms: float = SAMPLE_MS
 
     @property
     def steps(self) -> int:
@@ -123,15 +125,16 @@ class Plan:
 
     def pace(self, case: Case, call_us: float | None = None) -> tuple[int, int]:
         """Calls a sample and trials of ``case``, from the time of a call (estimated, if not given)."""
-        return pace(estimated_us(case, self.platform) if call_us is None else call_us, len(case.arms), self.trials)
+        call_us = estimated_us(case, self.platform) if call_us is None else call_us
+        return pace(call_us, len(case.arms), self.trials, self.sample_ms)
 
 
-def pace(call_us: float, arms: int, trials: int) -> tuple[int, int]:
-    """Calls a sample and trials: samples of 3 ms, and as many of the trials as the case's time allows, an even number.
+def pace(call_us: float, arms: int, trials: int, sample_ms: float = SAMPLE_MS) -> tuple[int, int]:
+    """Calls a sample and trials: samples of ``sample_ms``, and as many of the trials as the case's time allows, an even number.
 
     Trials come in A B B A pairs. A case too long for its share of the run keeps six of them.
     """
-    calls = min(MOST_CALLS, math.ceil(SAMPLE_US / call_us))
+    calls = min(MOST_CALLS, math.ceil(1e3 * sample_ms / call_us))
     affordable = max(LEAST_LONG_TRIALS, int(CASE_BUDGET_US / (arms * calls * call_us)) // 2 * 2)
     return calls, min(trials + trials % 2, affordable)
 
@@ -165,6 +168,7 @@ def make_plan(
     head_dim: int,
     trials: int,
     others: Sequence[str] = (),
+    sample_ms: float = SAMPLE_MS,
 ) -> Plan:
     """Every backend, length and head count that can be compared. Pure: the same on all ranks."""
     arms = (ATTENTION, LAUNCHED, SENDER, FUSED, OWN_FIRST, BY_OWNER, NCCL, COPY, *(OTHERS[name] for name in others))
@@ -177,7 +181,7 @@ def make_plan(
                     skipped.append((case.name, reason))
                 else:
                     cases.append(case)
-    return Plan(platform, ranks, trials, tuple(cases), tuple(skipped))
+    return Plan(platform, ranks, trials, tuple(cases), tuple(skipped), sample_ms)
 
 
 def runnable(plan: Plan, answers: Sequence[Mapping[str, str]]) -> tuple[list[Case], list[tuple[str, str]]]:
@@ -277,7 +281,7 @@ def run(plan: Plan, group: Group, out: Path, command: str, timeout_s: float, wor
         "trials": plan.trials,
         "platform": plan.platform.name,
         "seed": SEED,
-        "sample_us": SAMPLE_US,
+        "sample_us": 1e3 * plan.sample_ms,
         "residual": "at attention's median clock; median over A B B A pairs of trials of an arm's mean less attention's",
         "timeout_s": timeout_s,
     }
@@ -409,6 +413,13 @@ def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
 @click.option(
     "--trials", type=int, default=harness.DEFAULT_TRIALS, show_default=True, help="Samples of each arm, fewer where long."
 )
+@click.option(
+    "--sample-ms",
+    type=float,
+    default=SAMPLE_MS,
+    show_default=True,
+    help="Least length of a sample. Above 100, what a GPU sustains at its power limit.",
+)
 @click.option("--platform", help=f"Platform of the predictions.  [default: $XSTAGE_PLATFORM or {DEFAULT_PLATFORM}]")
 @run_options
 def cli(
@@ -418,6 +429,7 @@ def cli(
     head_dim: int,
     others: str,
     trials: int,
+    sample_ms: float,
     platform: str | None,
     ranks: int | None,
     timeout_s: float,
@@ -440,6 +452,7 @@ def cli(
         positive_int("--head-dim", head_dim, MOST_HEAD_DIM),
         trials,
         names_of("--others", others, list(OTHERS)),
+        positive("--sample-ms", sample_ms),
     )
     if not plan.cases:
         reason = "; ".join(f"{name}: {why}" for name, why in plan.skipped) or "no backend, length or head count is given"

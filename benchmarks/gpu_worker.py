@@ -56,13 +56,18 @@ class GpuWorker:
         return float(begin.elapsed_time(end) * 1e3)
 
     def clocked_us(self, launch: Callable[[], object], sleep_cycles: int = SLEEP_CYCLES) -> tuple[float, float]:
-        """:meth:`event_us`, and the SM clock in MHz from before the ranks' meeting to the end."""
+        """:meth:`event_us`, and the mean SM clock meanwhile in MHz. The events stand outside of the clock's stamps."""
         if self._clock is None:
             self._clock = SmClock(self.device)
-        self._clock.begin()
-        us = self.event_us(launch, sleep_cycles)
-        self._clock.end()
-        return us, self._clock.mhz()
+        clock = self._clock
+        clock.clear()
+
+        def stamped() -> None:
+            clock.stamp(0)
+            launch()
+            clock.stamp(1)
+
+        return self.event_us(stamped, sleep_cycles), clock.mhz()
 
     def load_state(self) -> dict[str, object]:
         """What this GPU draws and what holds its clock back, now: ask while it works. Empty where NVML cannot say."""
