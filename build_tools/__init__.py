@@ -1,1 +1,1 @@
-"""For people with the source tree: bring the submodules to their pins and place our headers in them. Builds nothing."""
+"""For people with the source tree: bring the submodules to their pins and put our changes into them. Builds nothing."""

@@ -1,8 +1,8 @@
-"""Our headers in the working tree of the DeepGEMM submodule: the same files as in the overlay, as files of the user's tree.
+"""Our change in the working tree of a submodule: headers of ours, and files of upstream with our insertions.
 
-Placing them writes our additions, a copy of the original under its other name, and last our shadow over the original, so that
-the tree compiles at every moment. What was written is noted in the submodule's git folder, so that a later version of our
-headers replaces an earlier one and nothing that somebody edited is overwritten.
+Placing it writes our additions and the copies of originals first and what replaces an upstream file last, so that the tree
+compiles at every moment. Originals come from the submodule's own git objects. What was written is noted in the submodule's
+git folder, so that a later version of our change replaces an earlier one and nothing that somebody edited is overwritten.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import enum
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.files import write_atomically
 from xstage_plugin.upstream.check import sha256_of
 from xstage_plugin.upstream.errors import MismatchError, UpstreamError
-from xstage_plugin.upstream.pins import INCLUDE, Pin, Role, load_pins, source_bytes
+from xstage_plugin.upstream.insertions import insert, parse_insertions
+from xstage_plugin.upstream.pins import Pin, load_pins, load_source_trees, source_bytes
 
 LEDGER = "xstage-placed.json"
+# The submodules by the word that stands for them on the command line.
+SUBMODULES = {"deep-gemm": "third_party/DeepGEMM", "flash-attention": "third_party/flash-attention"}
 
 
 class TreeState(str, enum.Enum):
@@ -31,7 +35,7 @@ class TreeState(str, enum.Enum):
     OTHER_COMMIT = "other commit"
     STOCK = "stock"
     APPLIED = "applied"
-    OUTDATED = "applied, with earlier headers of ours or in part"
+    OUTDATED = "applied, with an earlier change of ours or in part"
     MISMATCH = "mismatch"
 
 
@@ -48,29 +52,57 @@ class TreeStatus:
         return f"{self.target}: {self.state.value} ({self.detail}); {self.next_step}"
 
 
-def submodule_pin(name: str | None = None) -> Pin:
-    """The pin of the DeepGEMM submodule.
+def submodule_pin(submodule: str, name: str | None = None) -> Pin:
+    """The pin of a submodule, by its word in :data:`SUBMODULES`.
 
     Raises:
         InvalidInputError: no such target, or ``name`` is left out and there are several.
     """
-    pins = {pin.name: pin for pin in load_pins().values() if pin.kind == "submodule" and pin.import_name == "deep_gemm"}
+    pins = {pin.name: pin for pin in (load_pins() | load_source_trees()).values() if pin.path == SUBMODULES[submodule]}
     if name is None and len(pins) == 1:
         return next(iter(pins.values()))
     if name is None or name not in pins:
-        raise unknown_name("submodule target", name or "", pins)
+        raise unknown_name(f"{submodule} target", name or "", pins)
     return pins[name]
 
 
-class DeepGemmTree:
-    """The submodule ``pin`` of the checkout ``repository``. ``patches`` is where our headers are, by default the package's."""
+def placed_contents(pin: Pin, original: Callable[[str], bytes], patches: Path | None = None) -> dict[str, bytes]:
+    """What an applied tree has from us, by path, in the order in which it is written.
 
-    def __init__(self, repository: Path, pin: Pin, patches: Path | None = None) -> None:
+    Args:
+        original: upstream's bytes of a path.
+        patches: where our files are, by default the package's.
+
+    Raises:
+        HeaderError: a file of ours is missing, or a patch does more than insert.
+    """
+    contents = {added.path: source_bytes(added.source, patches) for added in pin.additions}
+    contents |= {shadow.original_as: original(shadow.path) for shadow in pin.shadows}
+    contents |= {shadow.path: source_bytes(shadow.source, patches) for shadow in pin.shadows}
+    for patch in pin.patches:
+        insertions = parse_insertions(source_bytes(patch.source, patches).decode(), patch.source)
+        contents[patch.path] = insert(original(patch.path).decode(), insertions, patch.path).encode()
+    return contents
+
+
+class SubmoduleTree:
+    """A submodule of a checkout.
+
+    Args:
+        repository: root of the checkout.
+        pin: what the submodule has to be at, and our change.
+        command: what to run, for messages; an action is put behind it.
+        patches: where our files are, by default the package's.
+    """
+
+    def __init__(self, repository: Path, pin: Pin, command: str, patches: Path | None = None) -> None:
         self._repository = repository
         self._pin = pin
+        self._command = command
         self._patches = patches
+        self._pinned = {pinned.path: pinned.sha256 for pinned in pin.files}
         self.tree = repository / pin.path
-        self.include_root = self.tree / pin.package_path / INCLUDE
+        self.folder = self.tree / pin.folder  # of the pin's paths
 
     def init(self, recursive: bool = False) -> None:
         """Fetch the submodule at the pin. A tree that is at the pin already stays as it is.
@@ -98,28 +130,31 @@ class DeepGemmTree:
             raise self._failed("submodule update", error) from None
 
     def status(self) -> TreeStatus:
-        """What the tree is at. Changes nothing."""
+        """What the tree is at. Changes nothing.
+
+        Raises:
+            MismatchError: git's own copy of a file that our change rests on is not as pinned.
+            HeaderError: a file of ours is missing.
+        """
         head = self._head()
         if head is None:
-            return self._status(TreeState.ABSENT, str(self.tree), "run: python -m build_tools init")
+            return self._status(TreeState.ABSENT, str(self.tree), f"run: {self._command} init")
         if head != self._pin.commit:
-            return self._status(TreeState.OTHER_COMMIT, head, f"check out {self._pin.commit[:7]}: python -m build_tools init")
-        wanted, placed = self._wanted(), self._placed()
-        found = {path: sha256_of(self.include_root / path) for path in (*wanted, *self._pinned())}
-        for path, sha256 in self._pinned().items():
+            return self._status(TreeState.OTHER_COMMIT, head, f"check out {self._pin.commit[:7]}: {self._command} init")
+        wanted, placed = {path: _sha256(content) for path, content in self._contents().items()}, self._placed()
+        found = {path: sha256_of(self.folder / path) for path in (*wanted, *self._pinned)}
+        for path, sha256 in self._pinned.items():
             if found[path] not in (sha256, wanted.get(path), placed.get(path)) or found[path] is None:
                 return self._status(TreeState.MISMATCH, path, "restore it: git checkout in the submodule")
-        for path in wanted.keys() - self._pinned().keys():
+        added = wanted.keys() - self._pinned.keys()
+        for path in added:
             if found[path] not in (None, wanted[path], placed.get(path)):
                 return self._status(TreeState.MISMATCH, f"{path} is not ours", "move it away")
         if all(found[path] == sha256 for path, sha256 in wanted.items()):
-            return self._status(TreeState.APPLIED, f"{len(wanted)} files", "undo: python -m build_tools revert")
-        shadowed = {shadow.path for shadow in self._pin.shadows}
-        if all(found[path] == self._pinned()[path] for path in shadowed) and not any(
-            found[path] for path in wanted.keys() - shadowed
-        ):
-            return self._status(TreeState.STOCK, self._pin.commit[:7], "next: python -m build_tools apply")
-        return self._status(TreeState.OUTDATED, self._pin.commit[:7], "run: python -m build_tools apply, or revert")
+            return self._status(TreeState.APPLIED, f"{len(wanted)} files", f"undo: {self._command} revert")
+        if all(found[path] == sha256 for path, sha256 in self._pinned.items()) and not any(found[path] for path in added):
+            return self._status(TreeState.STOCK, self._pin.commit[:7], f"next: {self._command} apply")
+        return self._status(TreeState.OUTDATED, self._pin.commit[:7], f"run: {self._command} apply, or revert")
 
     def check(self) -> TreeStatus:
         """:meth:`status`, where the tree is one that :meth:`apply` and :meth:`revert` can work on.
@@ -133,24 +168,20 @@ class DeepGemmTree:
         return status
 
     def apply(self) -> tuple[str, ...]:
-        """Place our headers. The paths written, none where everything is in place.
+        """Place our change. The paths written, none where everything is in place.
 
         Raises:
             MismatchError: as :meth:`check`; nothing is written then.
-            HeaderError: a header of ours is missing.
+            HeaderError: a file of ours is missing, or a patch does more than insert.
         """
         self.check()
-        contents = {added.path: source_bytes(added.source, self._patches) for added in self._pin.additions}
-        for shadow in self._pin.shadows:
-            contents[shadow.original_as] = self._original(shadow.path, shadow.original_as)
-        for shadow in self._pin.shadows:
-            contents[shadow.path] = source_bytes(shadow.source, self._patches)
-        due = {path: content for path, content in contents.items() if sha256_of(self.include_root / path) != _sha256(content)}
+        contents = self._contents()
+        due = {path: content for path, content in contents.items() if sha256_of(self.folder / path) != _sha256(content)}
         # Noted before they are written: a run that ends in between leaves files that the next one knows as ours.
-        self._note({**self._placed(), **self._wanted()})
+        self._note({**self._placed(), **{path: _sha256(content) for path, content in contents.items()}})
         for path, content in due.items():
-            (self.include_root / path).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.include_root / path, content)
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / path, content)
         return tuple(due)
 
     def revert(self) -> tuple[str, ...]:
@@ -161,52 +192,48 @@ class DeepGemmTree:
         """
         self.check()
         changed = []
-        for shadow in self._pin.shadows:
-            original = self._original(shadow.path, shadow.original_as)
-            if sha256_of(self.include_root / shadow.path) != _sha256(original):
-                write_atomically(self.include_root / shadow.path, original)
-                changed.append(shadow.path)
-        shadowed = {shadow.path for shadow in self._pin.shadows}
-        for path in (*self._wanted(), *self._placed()):
-            target = self.include_root / path
-            if path not in shadowed and target.is_file():
+        ours = dict.fromkeys((*self._contents(), *self._placed()))
+        for path in (path for path in ours if path in self._pinned):
+            if sha256_of(self.folder / path) != self._pinned[path]:
+                write_atomically(self.folder / path, self._original(path))
+                changed.append(path)
+        for path in (path for path in ours if path not in self._pinned):
+            target = self.folder / path
+            if target.is_file():
                 target.unlink()
                 changed.append(path)
                 with contextlib.suppress(OSError):  # the folder was there before us, or holds more
                     target.parent.rmdir()
         if ledger := self._ledger():
             ledger.unlink(missing_ok=True)
-        return tuple(dict.fromkeys(changed))
+        return tuple(changed)
 
-    def _original(self, path: str, original_as: str) -> bytes:
-        """Upstream's text of ``path``, from wherever it stands now."""
-        for candidate in (self.include_root / path, self.include_root / original_as):
-            if sha256_of(candidate) == self._pinned()[path]:
-                return candidate.read_bytes()
-        raise MismatchError(f"{path}: the original is neither there nor under {original_as}; git checkout it in the submodule")
+    def _contents(self) -> dict[str, bytes]:
+        return placed_contents(self._pin, self._original, self._patches)
 
-    def _wanted(self) -> dict[str, str]:
-        """Path to SHA-256 of every file that an applied tree has from us."""
-        ours = {added.path: _sha256(source_bytes(added.source, self._patches)) for added in self._pin.ours}
-        return {**ours, **{shadow.original_as: self._pinned()[shadow.path] for shadow in self._pin.shadows}}
-
-    def _pinned(self) -> dict[str, str]:
-        return {pinned.path: pinned.sha256 for pinned in self._pin.files}
+    def _original(self, path: str) -> bytes:
+        """Upstream's bytes of ``path``, from git."""
+        repo = self._repo()
+        where = (Path(self._pin.folder) / path).as_posix()
+        try:
+            found = bytes(repo.head.commit.tree[where].data_stream.read()) if repo else b""
+        except KeyError:
+            raise MismatchError(f"{where}: not in {self._pin.commit[:7]}; expected the pinned file") from None
+        if _sha256(found) != self._pinned[path]:
+            raise MismatchError(f"{where}: {self._pin.commit[:7]} has another file than the pin {self._pin.name}")
+        return found
 
     def _placed(self) -> dict[str, str]:
-        """What an earlier :meth:`apply` wrote, by its own note."""
+        """What an earlier :meth:`apply` noted; nothing of what is not, and was not, ours to write."""
         ledger = self._ledger()
         if ledger is None:
             return {}
         with contextlib.suppress(OSError, ValueError):
             known = json.loads(ledger.read_text(encoding="utf-8"))
-            allowed = {*self._shadow_paths(), *(shadow.original_as for shadow in self._pin.shadows)}
-            allowed |= {added.path for added in self._pin.additions}
+            allowed = {added.path for added in self._pin.ours} | {patch.path for patch in self._pin.patches}
+            allowed |= {shadow.original_as for shadow in self._pin.shadows}
             return {path: str(sha256) for path, sha256 in known.items() if path in allowed}
         return {}
-
-    def _shadow_paths(self) -> set[str]:
-        return {pinned.path for pinned in self._pin.files if pinned.role is Role.SHADOWED}
 
     def _note(self, placed: dict[str, str]) -> None:
         if ledger := self._ledger():

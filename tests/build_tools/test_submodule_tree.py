@@ -1,4 +1,4 @@
-"""Our headers in the submodule's tree: placed, replaced, taken out, and never over something that somebody edited."""
+"""Our change in a submodule's tree: placed, replaced, taken out, and never over something that somebody edited."""
 
 import hashlib
 import importlib.util
@@ -17,9 +17,19 @@ from xstage_plugin.upstream.pins import load_pin
 pytest.importorskip("git", reason="needs GitPython (the extra 'test')")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INCLUDE = "deep_gemm/include/deep_gemm"
+INCLUDE = "deep_gemm/include"
+WALK, ROOMS = "deep_gemm/scheduler/walk.cuh", "deep_gemm/layout/rooms.cuh"
+UPSTREAM_WALK, ORDER = "deep_gemm/scheduler/walk.upstream.cuh", "deep_gemm/xstage/order.hpp"
 ORIGINAL, RELIED_ON = "#pragma once\nstruct Walk {};\n", "#pragma once\nstruct Rooms {};\n"
-SHADOW, ORDER = "#pragma once\n#include <deep_gemm/scheduler/walk.upstream.cuh>\n", "#pragma once\n// order\n"
+ORDER_TEXT = "#pragma once\n// order\n"
+NEWER = "// newer\n"
+# For every kind of pin: our file that changes walk.cuh and a newer one, what walk.cuh becomes, and what its pin says of it.
+SHADOW = "#pragma once\n#include <deep_gemm/scheduler/walk.upstream.cuh>\n"
+PATCH = "Why.\n--- a/walk.cuh\n+++ b/walk.cuh\n@@ -1,0 +2 @@\n+#define OURS\n"
+KINDS = {
+    "submodule": (SHADOW, SHADOW + NEWER, SHADOW),
+    "source tree": (PATCH, PATCH.replace("OURS", "NEWER"), "#pragma once\n#define OURS\nstruct Walk {};\n"),
+}
 
 
 def load_build_tools():
@@ -31,11 +41,11 @@ def load_build_tools():
         )
         sys.modules["build_tools"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["build_tools"])
-    return importlib.import_module("build_tools.deep_gemm_tree")
+    return importlib.import_module("build_tools.submodule_tree")
 
 
 tools = load_build_tools()
-DeepGemmTree, TreeState = tools.DeepGemmTree, tools.TreeState
+SubmoduleTree, TreeState = tools.SubmoduleTree, tools.TreeState
 
 
 def git(folder, *arguments):
@@ -47,9 +57,9 @@ def git(folder, *arguments):
 class Checkout:
     """A checkout that records a fabricated upstream as its submodule, and the pin of it."""
 
-    def __init__(self, folder):
-        upstream, self.root, self.patches = folder / "upstream", folder / "checkout", folder / "patches"
-        for path, text in {"scheduler/walk.cuh": ORIGINAL, "layout/rooms.cuh": RELIED_ON}.items():
+    def __init__(self, folder, kind):
+        upstream, self.root, self.patches, self.kind = folder / "upstream", folder / "checkout", folder / "patches", kind
+        for path, text in {WALK: ORIGINAL, ROOMS: RELIED_ON}.items():
             (upstream / INCLUDE / path).parent.mkdir(parents=True)
             (upstream / INCLUDE / path).write_text(text)
         git(folder, "init", "-q", "-b", "main", upstream)
@@ -65,24 +75,31 @@ class Checkout:
         self.record(self.commit)
         git(self.root, "submodule", "--quiet", "deinit", "-f", "third_party/Walk")
         (self.patches / "ours").mkdir(parents=True)
-        (self.patches / "ours/walk.cuh").write_text(SHADOW)
-        (self.patches / "ours/order.hpp").write_text(ORDER)
-        self.write_pin()
+        self.write_ours(KINDS[kind][0], ORDER_TEXT)
+        (self.patches / "walk-1").mkdir()
+        self.write_pin(ORIGINAL)
 
     def record(self, commit):
         git(self.root / "third_party/Walk", "checkout", "-q", commit)
         git(self.root, "add", ".")
         git(self.root, "commit", "-qm", "record")
 
-    def write_pin(self):
+    def write_ours(self, walk, order):
+        (self.patches / "ours/walk").write_text(walk)
+        (self.patches / "ours/order.hpp").write_text(order)
+
+    def write_pin(self, walk):
+        built = self.kind == "source tree"
+        folder = f"{INCLUDE}/" if built else ""
         files = "".join(
-            f'[[file]]\npath = "deep_gemm/{path}"\nsha256 = "{hashlib.sha256(text.encode()).hexdigest()}"\nrole = "{role}"\n'
-            for path, text, role in (("scheduler/walk.cuh", ORIGINAL, "shadowed"), ("layout/rooms.cuh", RELIED_ON, "relied on"))
+            f'[[file]]\npath = "{folder}{path}"\nsha256 = "{hashlib.sha256(text.encode()).hexdigest()}"\nrole = "{role}"\n'
+            for path, text, role in ((WALK, walk, "patched" if built else "shadowed"), (ROOMS, RELIED_ON, "relied on"))
         )
-        (self.patches / "walk-1").mkdir()
+        ours = f'path = "{folder}{WALK}"\nsource = "patches/ours/walk"\n'
+        shadow = f'[schedule_word]\nfirst_byte = 12\n[[shadow]]\n{ours}original_as = "{UPSTREAM_WALK}"\n'
         (self.patches / "walk-1/pin.toml").write_text(f"""schema = "xstage-pin/1"
 name = "walk-1"
-kind = "submodule"
+kind = "{self.kind}"
 repository = "https://example.invalid/walk"
 commit = "{self.commit}"
 path = "third_party/Walk"
@@ -91,20 +108,15 @@ import_name = "deep_gemm"
 arch = ["sm_90"]
 status = "ready"
 why = "a test"
-{files}[schedule_word]
-first_byte = 12
-[[shadow]]
-path = "deep_gemm/scheduler/walk.cuh"
-source = "patches/ours/walk.cuh"
-original_as = "deep_gemm/scheduler/walk.upstream.cuh"
+{files}{"[[patch]]" + chr(10) + ours if built else shadow}
 [[add]]
-path = "deep_gemm/xstage/order.hpp"
+path = "{folder}{ORDER}"
 source = "patches/ours/order.hpp"
 """)
 
     @property
     def tree(self):
-        return DeepGemmTree(self.root, load_pin("walk-1", self.patches), self.patches)
+        return SubmoduleTree(self.root, load_pin("walk-1", self.patches), "tool walk", self.patches)
 
     def file(self, path):
         return self.root / "third_party/Walk" / INCLUDE / path
@@ -113,11 +125,11 @@ source = "patches/ours/order.hpp"
         return git(self.root / "third_party/Walk", "status", "--porcelain")
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
+@pytest.fixture(params=KINDS)
+def checkout(request, tmp_path, monkeypatch):
     for key, value in {"COUNT": "1", "KEY_0": "protocol.file.allow", "VALUE_0": "always"}.items():
         monkeypatch.setenv(f"GIT_CONFIG_{key}", value)
-    made = Checkout(tmp_path)
+    made = Checkout(tmp_path, request.param)
     monkeypatch.setattr(pins, "patches_folder", lambda: made.patches)
     return made
 
@@ -129,7 +141,8 @@ def ready(checkout):
 
 
 def test_init_brings_the_submodule_to_the_pin(checkout):
-    assert checkout.tree.status().state is TreeState.ABSENT
+    absent = checkout.tree.status()
+    assert (absent.state, absent.next_step) == (TreeState.ABSENT, "run: tool walk init")
     checkout.tree.init()
     assert checkout.tree.status().state is TreeState.STOCK
     checkout.tree.init()
@@ -151,7 +164,7 @@ def test_init_refuses_a_checkout_that_records_another_commit(checkout):
 def test_init_outside_of_a_checkout_says_so(checkout, tmp_path):
     (tmp_path / "plain").mkdir()
     with pytest.raises(InvalidInputError, match="not a git checkout"):
-        DeepGemmTree(tmp_path / "plain", checkout.tree._pin, checkout.patches).init()
+        SubmoduleTree(tmp_path / "plain", checkout.tree._pin, "tool walk", checkout.patches).init()
 
 
 def test_a_failing_git_is_one_line(checkout, tmp_path):
@@ -162,12 +175,18 @@ def test_a_failing_git_is_one_line(checkout, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_apply_places_our_headers_and_a_copy_of_the_original(ready):
-    assert ready.tree.apply()[-1] == "deep_gemm/scheduler/walk.cuh"
-    assert ready.file("scheduler/walk.cuh").read_text() == SHADOW
-    assert ready.file("scheduler/walk.upstream.cuh").read_text() == ORIGINAL
-    assert ready.file("xstage/order.hpp").read_text() == ORDER
+def test_apply_changes_the_file_last_and_adds_ours(ready):
+    assert ready.tree.apply()[-1].endswith(WALK)
+    assert ready.file(WALK).read_text() == KINDS[ready.kind][2]
+    assert ready.file(ORDER).read_text() == ORDER_TEXT
     assert ready.tree.check().state is TreeState.APPLIED
+
+
+def test_a_shadow_keeps_the_original_beside_it_and_a_patch_needs_none(ready):
+    ready.tree.apply()
+    assert ready.file(UPSTREAM_WALK).exists() == (ready.kind == "submodule")
+    if ready.kind == "submodule":
+        assert ready.file(UPSTREAM_WALK).read_text() == ORIGINAL
 
 
 def test_applying_twice_is_applying_once(ready):
@@ -182,38 +201,36 @@ def test_revert_leaves_the_tree_as_git_has_it(ready):
     assert ready.changes()
     ready.tree.revert()
     assert ready.changes() == ""
-    assert not ready.file("xstage").exists()
+    assert not ready.file(ORDER).parent.exists()
     assert ready.tree.status().state is TreeState.STOCK
     assert ready.tree.revert() == ()
 
 
-def test_newer_headers_of_ours_replace_the_earlier_ones(ready):
+def test_a_newer_change_of_ours_replaces_the_earlier_one(ready):
     ready.tree.apply()
-    (ready.patches / "ours/order.hpp").write_text(ORDER + "// newer\n")
-    (ready.patches / "ours/walk.cuh").write_text(SHADOW + "// newer\n")
+    earlier = ready.file(WALK).read_text()
+    ready.write_ours(KINDS[ready.kind][1], ORDER_TEXT + NEWER)
     assert ready.tree.status().state is TreeState.OUTDATED
     ready.tree.apply()
-    assert ready.file("xstage/order.hpp").read_text().endswith("// newer\n")
-    assert ready.file("scheduler/walk.upstream.cuh").read_text() == ORIGINAL
+    assert ready.tree.status().state is TreeState.APPLIED
+    assert ready.file(WALK).read_text() != earlier
+    assert ready.file(ORDER).read_text() == ORDER_TEXT + NEWER
     ready.tree.revert()
     assert ready.changes() == ""
 
 
-def test_earlier_headers_of_ours_are_taken_out_too(ready):
+def test_an_earlier_change_of_ours_is_taken_out_too(ready):
     ready.tree.apply()
-    (ready.patches / "ours/walk.cuh").write_text(SHADOW + "// newer\n")
+    ready.write_ours(KINDS[ready.kind][1], ORDER_TEXT)
     ready.tree.revert()
     assert ready.changes() == ""
 
 
-@pytest.mark.parametrize("missing", ["scheduler/walk.upstream.cuh", "xstage/order.hpp", "scheduler/walk.cuh"])
+@pytest.mark.parametrize("missing", [WALK, ORDER])
 def test_a_half_placed_tree_is_completed_or_undone(ready, missing):
     ready.tree.apply()
-    if missing == "scheduler/walk.cuh":
+    if missing == WALK:
         ready.file(missing).write_text(ORIGINAL)
-    elif missing == "scheduler/walk.upstream.cuh":
-        ready.file("scheduler/walk.cuh").write_text(ORIGINAL)
-        ready.file(missing).unlink()
     else:
         ready.file(missing).unlink()
     assert ready.tree.status().state is TreeState.OUTDATED
@@ -222,7 +239,7 @@ def test_a_half_placed_tree_is_completed_or_undone(ready, missing):
 
 
 @pytest.mark.parametrize("action", ["check", "apply", "revert"])
-@pytest.mark.parametrize("path", ["layout/rooms.cuh", "scheduler/walk.cuh", "xstage/order.hpp"])
+@pytest.mark.parametrize("path", [ROOMS, WALK, ORDER])
 def test_an_edited_file_stops_and_stays(ready, path, action):
     ready.file(path).parent.mkdir(exist_ok=True)
     ready.file(path).write_text("somebody's work")
@@ -233,6 +250,13 @@ def test_an_edited_file_stops_and_stays(ready, path, action):
     assert ready.changes() == before
 
 
+def test_a_pin_that_git_contradicts_stops(ready):
+    ready.write_pin("another file")
+    with pytest.raises(MismatchError, match="has another file than the pin walk-1"):
+        ready.tree.apply()
+    assert ready.changes() == ""
+
+
 def test_another_commit_stops(ready):
     git(ready.root / "third_party/Walk", "checkout", "-q", ready.later)
     assert ready.tree.status().state is TreeState.OTHER_COMMIT
@@ -240,24 +264,37 @@ def test_another_commit_stops(ready):
         ready.tree.apply()
 
 
-def test_the_command_line_says_what_the_tree_is_at_and_exits_with_2_on_an_error(checkout):
-    def call(*arguments):
-        command = [sys.executable, "-m", "build_tools", *arguments]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+def call(*arguments):
+    command = [sys.executable, "-m", "build_tools", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
-    absent = call("--repository", str(checkout.root), "status")
+
+@pytest.mark.parametrize(
+    ("submodule", "target"), [("deep-gemm", "deep-gemm-7f2a703"), ("flash-attention", "flash-attention-77aacb6")]
+)
+def test_the_command_line_says_what_the_tree_is_at_and_exits_with_2_on_an_error(tmp_path, submodule, target):
+    absent = call("--repository", str(tmp_path), submodule, "status")
     assert (absent.returncode, absent.stderr) == (0, "")
-    assert "absent" in absent.stdout
-    refused = call("--repository", str(checkout.root), "apply")
+    assert f"{target}: absent" in absent.stdout
+    assert f"run: python -m build_tools {submodule} init" in absent.stdout
+    refused = call("--repository", str(tmp_path), submodule, "apply")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("Error: deep-gemm-7f2a703: absent")
+    assert refused.stderr.startswith(f"Error: {target}: absent")
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["check", "--json"], ["status", "extra"], ["--target", "nothing", "status"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bogus"],
+        ["deep-gemm", "bogus"],
+        ["flash-attention", "check", "--json"],
+        ["deep-gemm", "status", "extra"],
+        ["deep-gemm", "--target", "nothing", "status"],
+        ["flash-attention", "--target", "deep-gemm-7f2a703", "status"],
+    ],
+)
 def test_a_usage_fault_is_one_line_and_exit_code_2(arguments):
-    run = subprocess.run(
-        [sys.executable, "-m", "build_tools", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    run = call(*arguments)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("Error: ")
     assert run.stderr.count("\n") == 1

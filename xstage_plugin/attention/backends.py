@@ -117,7 +117,7 @@ BACKENDS: tuple[AttentionBackend, ...] = (FlashAttention4(), FlashAttention3())
 
 
 def candidates(backend: str | AttentionBackend) -> tuple[AttentionBackend, ...]:
-    """The kernels that ``backend`` allows: all known ones for ``auto``, else one.
+    """The kernels that ``backend`` allows: the stock ones for ``auto``, else one.
 
     Raises:
         InvalidInputError: a name that is not known.
@@ -129,7 +129,10 @@ def candidates(backend: str | AttentionBackend) -> tuple[AttentionBackend, ...]:
     for known in BACKENDS:
         if known.name == backend:
             return (known,)
-    raise unknown_name("attention backend", backend, (AUTO, *(known.name for known in BACKENDS)))
+    arriving = importlib.import_module("xstage_plugin.attention.arriving_backend")  # it derives from what is defined here
+    if backend in arriving.ARRIVING:
+        return (arriving.arriving_backend(backend),)
+    raise unknown_name("attention backend", backend, (AUTO, *(known.name for known in BACKENDS), *arriving.ARRIVING))
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:

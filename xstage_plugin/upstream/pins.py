@@ -18,6 +18,7 @@ from xstage_plugin.toml_table import Table
 from xstage_plugin.upstream.errors import HeaderError
 
 SCHEMA = "xstage-pin/1"
+SOURCE_TREE = "source tree"
 INCLUDE = "include"  # the folder of headers inside the Python package, for the wheel and for the repository
 
 
@@ -95,7 +96,11 @@ class HostSymbols:
 
 @dataclass(frozen=True)
 class Pin:
-    """One upstream version. ``kind`` is "wheel" (package, version) or "submodule" (repository, commit, path, package_path).
+    """One upstream version.
+
+    ``kind`` is "wheel" (package, version), "submodule" (repository, commit, path, package_path) or "source tree" (repository,
+    commit, path). Headers of the first two go to a run-time compiler, from an overlay or in place; a source tree is patched
+    in place and built by upstream's own procedure.
 
     ``reason`` says why a target is not ready; it is empty where it is. ``names`` are the upstream identifiers that our shadow
     headers may use. ``schedule_word_byte`` is the first byte, in the symmetric buffer, of the 32 bits that carry the schedule
@@ -130,7 +135,12 @@ class Pin:
     @property
     def has_overlay(self) -> bool:
         """Whether there is something to build: the target is ready, or unrun."""
-        return self.status is not Status.NOT_YET
+        return self.status is not Status.NOT_YET and self.kind != SOURCE_TREE
+
+    @property
+    def folder(self) -> str:
+        """Where in the repository the paths of :attr:`files` begin."""
+        return f"{self.package_path}/{INCLUDE}" if self.package_path else ""
 
     @property
     def ours(self) -> tuple[Addition, ...]:
@@ -156,18 +166,23 @@ def patches_folder() -> Path:
 
 
 def load_pins(folder: Path | None = None) -> dict[str, Pin]:
-    """All pins by name. ``folder`` is for tests and tools; by default it is :func:`patches_folder`.
+    """The pins of libraries that compile at run time, by name. ``folder`` is for tests and tools; by default it is
+    :func:`patches_folder`.
 
     Raises:
         InvalidInputError: a pin is malformed; the message names the file and the key.
     """
-    pins = [read_pin(path) for path in sorted((folder or patches_folder()).glob("*/pin.toml"))]
-    return {pin.name: pin for pin in pins}
+    return {name: pin for name, pin in _load_all(folder).items() if pin.kind != SOURCE_TREE}
+
+
+def load_source_trees(folder: Path | None = None) -> dict[str, Pin]:
+    """The pins of trees that are built from source, by name; as :func:`load_pins`."""
+    return {name: pin for name, pin in _load_all(folder).items() if pin.kind == SOURCE_TREE}
 
 
 def load_pin(name: str, folder: Path | None = None) -> Pin:
-    """Raises InvalidInputError for an unknown name, with the near ones."""
-    pins = load_pins(folder)
+    """The pin of any kind. Raises InvalidInputError for an unknown name, with the near ones."""
+    pins = _load_all(folder)
     if name not in pins:
         raise unknown_name("target", name, pins)
     return pins[name]
@@ -182,8 +197,9 @@ def read_pin(path: Path) -> Pin:
     table = _PinTable.read_pin(path)
     if table.text("schema") != SCHEMA:
         raise InvalidInputError(f"{path}: 'schema' is {table.text('schema')!r}; expected {SCHEMA!r}")
-    kind, status = table.choice("kind", ("wheel", "submodule")), Status(table.choice("status", tuple(Status)))
-    wheel, submodule = kind == "wheel", kind == "submodule"
+    kind = table.choice("kind", ("wheel", "submodule", SOURCE_TREE))
+    status = Status(table.choice("status", tuple(Status)))
+    wheel = kind == "wheel"
     pin = Pin(
         name=table.text("name"),
         kind=kind,
@@ -194,10 +210,10 @@ def read_pin(path: Path) -> Pin:
         files=tuple(_file(entry) for entry in table.tables("file")),
         package=table.text("package") if wheel else "",
         version=table.text("version") if wheel else "",
-        repository=table.text("repository") if submodule else "",
-        commit=table.matching("commit", r"[0-9a-f]{40}", "a full commit in hex") if submodule else "",
-        path=_relative(table, "path") if submodule else "",
-        package_path=_relative(table, "package_path") if submodule else "",
+        repository="" if wheel else table.text("repository"),
+        commit="" if wheel else table.matching("commit", r"[0-9a-f]{40}", "a full commit in hex"),
+        path="" if wheel else _relative(table, "path"),
+        package_path=_relative(table, "package_path") if kind == "submodule" else "",
         reason="" if status is Status.READY else table.text("reason"),
         names=table.texts("names") if "names" in table else (),
         shadows=tuple(_shadow(entry) for entry in (table.tables("shadow") if "shadow" in table else ())),
@@ -227,6 +243,11 @@ def source_bytes(source: str, patches: Path | None = None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise HeaderError(f"{path}: our header cannot be read ({error.strerror}); reinstall xstage-plugin") from None
+
+
+def _load_all(folder: Path | None) -> dict[str, Pin]:
+    pins = [read_pin(path) for path in sorted((folder or patches_folder()).glob("*/pin.toml"))]
+    return {pin.name: pin for pin in pins}
 
 
 class _PinTable(Table):
@@ -321,7 +342,7 @@ def _check_consistent(pin: Pin, path: Path) -> None:
     if len(set(placed)) != len(placed):
         raise InvalidInputError(f"{path}: a path stands twice among file, add and original_as; expected each once")
     if pin.has_overlay != bool(pin.shadows):
-        raise InvalidInputError(f"{path}: status and shadows disagree; expected [[shadow]] exactly where it is not 'not yet'")
+        raise InvalidInputError(f"{path}: status and shadows disagree; expected [[shadow]] exactly where there is an overlay")
     if pin.has_overlay != (pin.schedule_word_byte is not None):
         raise InvalidInputError(f"{path}: status and word disagree; expected [schedule_word] exactly where there is [[shadow]]")
     shadowed = {pinned.path for pinned in pin.files if pinned.role is Role.SHADOWED}

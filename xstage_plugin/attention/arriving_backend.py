@@ -1,0 +1,57 @@
+"""Attention kernels whose output tiles announce their arrival, and the names under which they are asked for."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xstage_plugin.attention.backends import AttentionBackend
+
+if TYPE_CHECKING:
+    import torch
+
+# Not among what "auto" looks at: without a consumer they gain nothing.
+ARRIVING = {
+    "fa4-arrival": ("xstage_plugin.attention.fa4_arrival", "FlashAttention4Arrival"),
+    "fa3-arrival": ("xstage_plugin.attention.fa3_arrival", "FlashAttention3Arrival"),
+}
+
+
+class ArrivingBackend(AttentionBackend, Protocol):
+    """An attention kernel that raises a counter for every tile that it has stored."""
+
+    def block_rows(self, head_dim: int, dtype: torch.dtype, causal: bool) -> int:
+        """Rows of one output tile."""
+
+    def announce(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        arrivals: torch.Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+    ) -> None:
+        """As a call; and for every tile (m, h, b) that is complete in ``out``, ``arrivals[b, h, m * block_rows]`` grows by 1.
+
+        Args:
+            q, k, v, out, softmax_scale, causal: as a call's.
+            arrivals: int32 [b, h, rows], innermost stride 1, other strides as they come (0 too). Raised as a release at
+                system scope.
+        """
+
+
+def block_rows_of(backend: Any, head_dim: int, dtype: torch.dtype, causal: bool) -> int | None:
+    """Rows of a block that ``backend`` announces; None where it announces nothing."""
+    return int(backend.block_rows(head_dim, dtype, causal)) if hasattr(backend, "announce") else None
+
+
+@functools.cache
+def arriving_backend(name: str) -> ArrivingBackend:
+    """The kernel of this name (of ``ARRIVING``), the same object every time: it keeps what it compiled."""
+    module, kind = ARRIVING[name]
+    made: ArrivingBackend = getattr(importlib.import_module(module), kind)()
+    return made
