@@ -4,9 +4,11 @@
 """
 
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -66,6 +68,9 @@ class FakeSpan:
             raise SpanClosedError("the span was closed; make a new one")
         dist.barrier(self.group)
 
+    def close(self):
+        self.closed = True
+
 
 class CountedExchange:
     """torch's exchange of handles: one counter for all groups of a process, and the count is in the keys.
@@ -112,6 +117,81 @@ class PlainAttention:
                     limit = torch.arange(first, first + len(block))[:, None] + keys - rows
                     scores.masked_fill_(torch.arange(keys)[None] > limit, float("-inf"))
                 out[b, first : first + 512, head] = (scores.softmax(-1) @ one_v).to(out.dtype)
+
+
+class AnnouncingAttention(PlainAttention):
+    """The same, tile by tile, in the order in which kernels take them; every stored tile raises its counter.
+
+    ``delay(b, head, block)``: seconds by which this rank is late with a tile, before it reads anything of it.
+    """
+
+    name = "announcing"
+
+    def __init__(self, block_rows, delay=lambda b, head, block: 0.0):
+        super().__init__()
+        self.rows, self.delay, self.announced = block_rows, delay, 0
+
+    def block_rows(self, head_dim, dtype, causal):
+        return self.rows
+
+    def announce(self, q, k, v, out, arrivals, *, softmax_scale, causal):
+        self.announced += 1
+        assert arrivals.dtype == torch.int32
+        assert arrivals.shape == (out.shape[0], out.shape[2], out.shape[1])
+        assert arrivals.stride(-1) == 1
+        group, rows, keys = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+        for b, head, first in itertools.product(range(q.shape[0]), range(q.shape[2]), range(0, rows, self.rows)):
+            time.sleep(self.delay(b, head, first // self.rows))
+            tile = slice(first, min(first + self.rows, rows))
+            # Bottom-right masks: the tile sees what its last row sees.
+            seen = keys - rows + tile.stop if causal else keys
+            one_k, one_v = (x[b : b + 1, :seen, head // group : head // group + 1] for x in (k, v))
+            heads = slice(head, head + 1)
+            PlainAttention.__call__(
+                self,
+                q[b : b + 1, tile, heads],
+                one_k,
+                one_v,
+                out[b : b + 1, tile, heads],
+                softmax_scale=softmax_scale,
+                causal=causal,
+            )
+            with raising():
+                arrivals[b, head, first] += 1
+
+
+class raising:  # noqa: N801 - used as a statement
+    """Counters are raised by one process at a time: torch has no atomic addition to shared memory."""
+
+    def __enter__(self):
+        self._file = os.open(__file__, os.O_RDONLY)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_):
+        os.close(self._file)
+
+
+class HostTake:
+    """Waits for row blocks in the host, which is the stream of a CPU; keeps what it was asked for."""
+
+    LIMIT_S = 30
+
+    def __init__(self):
+        self.taken = []
+
+    def __call__(self, board, blocks):
+        self.taken.append(blocks)
+        self.wait(board, blocks).zero_()
+
+    def wait(self, board, blocks):
+        """The counters of ``blocks``, once they are all here."""
+        entries = board.counters[:, blocks.start * board.block_rows : blocks.stop * board.block_rows : board.block_rows]
+        end = time.monotonic() + self.LIMIT_S
+        while not bool((entries == board.expected).all()):
+            assert int(entries.max()) <= board.expected, f"{entries} of {board.expected} tiles have arrived"
+            assert time.monotonic() < end, f"{entries} of {board.expected} tiles have arrived"
+            time.sleep(0.0002)
+        return entries
 
 
 def expected_attention(q, k, v, softmax_scale, causal):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from xstage_plugin.attention.launch_plan import FusedPlan, Launch
 
 if TYPE_CHECKING:
     import torch
 
+    from xstage_plugin.attention.arriving_backend import ArrivingBackend
     from xstage_plugin.attention.backends import AttentionBackend
     from xstage_plugin.attention.layout import UlyssesLayout
 
@@ -32,6 +33,18 @@ def slot_outputs(launches: tuple[Launch, ...], slots: torch.Tensor, heads: slice
     return tuple(output(launch) for launch in launches)
 
 
+def slot_arrivals(launches: tuple[Launch, ...], counters: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """For each launch the arrival counters of its tiles, as the kernel takes them: [b, h, rows].
+
+    Args:
+        launches: of a :class:`FusedPlan`.
+        counters: [P, B, most local rows], slot 0 is the plan's ``first_rank``.
+        heads: number of heads that this rank computes; all of them raise the same counters.
+    """
+    rows = counters[..., None, None].expand(*counters.shape, heads, 1)
+    return tuple(entries[..., 0].transpose(1, 2) for entries in slot_outputs(launches, rows, slice(heads)))
+
+
 def run_launches(
     launches: tuple[Launch, ...],
     outputs: tuple[torch.Tensor, ...],
@@ -41,9 +54,13 @@ def run_launches(
     backend: AttentionBackend,
     softmax_scale: float,
     causal: bool,
+    arrivals: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
-    """Run ``launches`` on q [B, rows, h, d], k and v [B, S, h_kv, d] into ``outputs``, on the current stream."""
-    for launch, out in zip(launches, outputs, strict=True):
+    """Run ``launches`` on q [B, rows, h, d], k and v [B, S, h_kv, d] into ``outputs``, on the current stream.
+
+    ``arrivals``: counters that the launches raise, by an :class:`ArrivingBackend`; None: they announce nothing.
+    """
+    for launch, out, counters in zip(launches, outputs, arrivals or (None,) * len(launches), strict=True):
         if launch.element is None:
             rows = q[:, launch.first_row : launch.first_row + launch.rows]
             keys, values = k[:, : launch.kv_rows], v[:, : launch.kv_rows]
@@ -51,7 +68,11 @@ def run_launches(
             end = launch.first_row + launch.slots * launch.rows
             rows = _for_kernel(launch, q[launch.element, launch.first_row : end].unflatten(0, (launch.slots, launch.rows)))
             keys, values = (_seen_by_all(launch, x[launch.element, : launch.kv_rows]) for x in (k, v))
-        backend(rows, keys, values, out, softmax_scale=softmax_scale, causal=causal)
+        if counters is None:
+            backend(rows, keys, values, out, softmax_scale=softmax_scale, causal=causal)
+        else:
+            announce = cast("ArrivingBackend", backend).announce
+            announce(rows, keys, values, out, counters, softmax_scale=softmax_scale, causal=causal)
 
 
 def _for_kernel(launch: Launch, rows: torch.Tensor) -> torch.Tensor:
@@ -75,6 +96,8 @@ class FusedDelivery:
         slots: [P, B, most local rows, H, d], slot 0 is ``plan.first_rank``.
         dtype: of q.
         backend, softmax_scale, causal: the attention.
+        counters: [P, B, most local rows], slot 0 is ``plan.first_rank``: tiles raise these as they arrive, which takes an
+            :class:`ArrivingBackend`. None: they arrive in silence.
     """
 
     def __init__(
@@ -87,10 +110,12 @@ class FusedDelivery:
         backend: AttentionBackend,
         softmax_scale: float,
         causal: bool,
+        counters: torch.Tensor | None = None,
     ) -> None:
         self._plan, self._backend, self._scale, self._causal = plan, backend, softmax_scale, causal
         start, count = layout.head_start(rank), layout.heads[rank]
         self._outputs = slot_outputs(plan.launches, slots, slice(start, start + count))
+        self._arrivals = None if counters is None else slot_arrivals(plan.launches, counters, count)
         self._gather = _Gather(layout, rank, plan.q_order, dtype, slots.device) if plan.gathers else None
 
     def prepare(self, q: torch.Tensor) -> torch.Tensor:
@@ -99,7 +124,7 @@ class FusedDelivery:
 
     def store(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Attention and its stores to the peers, of what :meth:`prepare` returned."""
-        run_launches(self._plan.launches, self._outputs, q, k, v, self._backend, self._scale, self._causal)
+        run_launches(self._plan.launches, self._outputs, q, k, v, self._backend, self._scale, self._causal, self._arrivals)
 
 
 class _Gather:

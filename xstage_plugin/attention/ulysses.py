@@ -11,13 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.attention.agreement import agree, group_or_world, require_same
+from xstage_plugin.attention.arrival_rows import UNWAITED
+from xstage_plugin.attention.arrivals import ArrivalCounters
 from xstage_plugin.attention.backends import AUTO, AttentionBackend, output_dtype
+from xstage_plugin.attention.consumption import Consumer
 from xstage_plugin.attention.layout import SEQUENCE, UlyssesLayout
 from xstage_plugin.attention.mode_choice import AUTO as AUTO_MODE
 from xstage_plugin.attention.mode_choice import FUSED, SERIAL, ModeChoice
 from xstage_plugin.attention.peer_span import refuse_capture
 from xstage_plugin.attention.routes import BARRIER, Span
-from xstage_plugin.attention.span_cache import close_shared_spans, shared_span
+from xstage_plugin.attention.span_cache import close_shared_spans, shared_counters, shared_span
 from xstage_plugin.attention.span_errors import SpanRefusedError
 from xstage_plugin.attention.ulysses_call import UlyssesCall
 from xstage_plugin.attention.ulysses_settings import Settings, common_backend, examine
@@ -53,6 +56,8 @@ def ulysses_attention(
     q_order: str = SEQUENCE,
     ordering: str = BARRIER,
     platform: str | None = None,
+    consume: Consumer | None = None,
+    parts: int | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's heads over the whole sequence; returns this rank's rows of all heads.
 
@@ -76,6 +81,11 @@ def ulysses_attention(
             of the previous result (so in a Ulysses layer); no barrier before the stores.
         platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM, else a bundled one of
             this GPU's generation.
+        consume: gets this rank's rows as they arrive, before the call returns: ``consume(rows, first_row)`` for consecutive
+            parts, rows [B, n, H, d], on the current stream, which has waited for them. Take a backend that announces rows
+            (``fa4-arrival``, ``fa3-arrival``) and ``fused``: there is no closing barrier then, the waits take its place. With
+            any other it gets all rows at once, behind the exchange. Not under torch.compile.
+        parts: most parts; default: two.
 
     Returns:
         [B, S_local, H, d], a view of the span: valid in stream order until the next call that uses the same span, on any
@@ -86,8 +96,12 @@ def ulysses_attention(
         SpanRefusedError: on every rank alike (first call, ``fused``): no span over these ranks.
         InvalidInputError: q, k or v do not fit the layout.
     """
+    if parts == UNWAITED and consume is not None:
+        raise InvalidInputError(
+            "parts is 0, and nothing tells the consumer how to wait; expected 1 or more, or prepare_ulysses"
+        )
     shapes = layout or (tuple(q.shape), tuple(k.shape))
-    settings = (backend, mode, softmax_scale, causal, q_order, ordering, platform)
+    settings = (backend, mode, softmax_scale, causal, q_order, ordering, platform, consume is not None, parts)
     key = (group, shapes, span, q.dtype, q.device, *settings)
     call = _calls.get(key)
     if call is None:
@@ -105,8 +119,12 @@ def ulysses_attention(
             q_order=q_order,
             ordering=ordering,
             platform=platform,
+            consume=consume,
+            parts=parts,
         )
-    return call(q, k, v)
+        # Kept for all calls with these settings: it must not keep the first one's consumer.
+        call.consumer = None
+    return call(q, k, v, consume=consume)
 
 
 def prepare_ulysses(
@@ -123,6 +141,10 @@ def prepare_ulysses(
     q_order: str = SEQUENCE,
     ordering: str = BARRIER,
     platform: str | None = None,
+    consume: Consumer | None = None,
+    parts: int | None = None,
+    counters: ArrivalCounters | None = None,
+    head_by_head: bool = True,
 ) -> UlyssesCall:
     """Everything that :func:`ulysses_attention` does once: agree with the other ranks, choose, take memory. Collective.
 
@@ -131,6 +153,13 @@ def prepare_ulysses(
         dtype: of q, k and v.
         device: where they will be.
         group, span, backend, mode, softmax_scale, causal, q_order, ordering, platform: as in :func:`ulysses_attention`.
+        consume: as there; calls may name another consumer. With ``ordering="inputs"`` the exchange before attention has one
+            more duty: a call may end while a peer's kernel still reads its q, k and v, so an exchange that stores into a
+            peer's memory must meet the peers first (one through NCCL does).
+        parts: most parts; 0: the consumer gets all rows at once and before they are there: its kernels wait for them by the
+            call's ``board`` (arrival.cuh).
+        counters: for arrivals; default: those that all calls over the same output span share.
+        head_by_head: order of the fused launches, see :func:`fused_plan`; for measurements.
 
     Raises:
         GroupMismatchError, SpanRefusedError: on every rank alike.
@@ -138,13 +167,15 @@ def prepare_ulysses(
     refuse_capture("a Ulysses call prepares itself")
     group = group_or_world(group)
     device = _with_index(device)
-    settings = Settings(layout, str(dtype), mode, softmax_scale, causal, q_order, ordering, platform)
-    facts = agree(group, lambda: examine(settings, dtype, device, group, span, backend))
+    asked = (mode, softmax_scale, causal, q_order, ordering, platform, consume is not None, parts, head_by_head)
+    settings = Settings(layout, str(dtype), *asked)
+    facts = agree(group, lambda: examine(settings, dtype, device, group, span, counters, backend))
     for name in settings.__dataclass_fields__:
         require_same([getattr(fact.settings, name) for fact in facts], name)
     require_same([fact.has_span for fact in facts], "whether span= is given")
+    require_same([fact.has_counters for fact in facts], "whether counters= is given")
     require_same([fact.choice.mode for fact in facts], "the mode that the platform model leads to")
-    chosen = common_backend(facts, backend)
+    chosen, block_rows = common_backend(facts, backend)
     choice = facts[0].choice
     out_dtype = output_dtype(dtype)
     if span is None:
@@ -154,9 +185,17 @@ def prepare_ulysses(
             if mode == FUSED:
                 raise
             choice = ModeChoice(SERIAL, f"{refused}; the output goes through all_to_all_single")
+    if span is None or block_rows is None or choice.mode != FUSED:
+        counters = None
+    elif counters is None:
+        counters = shared_counters(span, layout)
     made: list[UlyssesCall] = []
-    # It takes memory, which one rank may not have.
-    agree(group, lambda: made.append(UlyssesCall(settings, dtype, device, group, span, chosen, choice)))
+
+    def make() -> None:
+        made.append(UlyssesCall(settings, dtype, device, group, span, chosen, choice, counters, block_rows))
+
+    agree(group, make)  # it takes memory, which one rank may not have
+    made[0].consumer = consume
     return made[0]
 
 

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from xstage_plugin.attention.arrival_rows import choose_parts
+from xstage_plugin.attention.arrivals import ArrivalBoard, ArrivalCounters
 from xstage_plugin.attention.backends import AttentionBackend, output_dtype
+from xstage_plugin.attention.consumption import AfterExchange, AsRowsArrive, Consumer, Consumption
 from xstage_plugin.attention.delivery import FusedDelivery
 from xstage_plugin.attention.launch_plan import fused_plan, serial_plan
 from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.mode_choice import FUSED, ModeChoice
-from xstage_plugin.attention.routes import FusedRoute, NcclRoute, PeerCopyRoute, Route, Span
+from xstage_plugin.attention.routes import BARRIER, FusedRoute, NcclRoute, PeerCopyRoute, Route, Span
 from xstage_plugin.attention.serial import LocalAttention, NcclExchange, PeerCopy
 from xstage_plugin.attention.span_errors import SpanClosedError
 from xstage_plugin.attention.ulysses_op import enlist
@@ -32,6 +35,9 @@ class UlyssesCall:
         buffer: [B, most local rows, H, d], what the peers write.
         out: [B, S_local, H, d], this rank's rows in it: what every call returns.
         key: name of the call for the torch operator.
+        consumer: what its rows go to, for a call prepared with ``consume``.
+        consumption: how it gets them; None for a call prepared without.
+        board: counts what arrives; None where rows come behind the exchange.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class UlyssesCall:
         span: Span | None,
         backend: AttentionBackend,
         choice: ModeChoice,
+        counters: ArrivalCounters | None = None,
+        block_rows: int | None = None,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -59,33 +67,81 @@ class UlyssesCall:
             rows = layout.local_rows(self.rank)
             # Layers that share a span then also share the tensor, which spares torch.compile the case of aliased inputs.
             self.out = self.buffer if rows == self.buffer.shape[1] else self.buffer[:, :rows]
-            self._route = self._make_route(group)
+            self.board: ArrivalBoard | None = None
+            if counters is not None and block_rows is not None:
+                self.board = ArrivalBoard(counters, layout, self.rank, block_rows)
+            self._route: Route | None = None
+            self.consumption: Consumption | None = None
+            if self.board is not None and span is not None:
+                delivery = self._make_delivery(span, settings.head_by_head)
+                chosen = choose_parts(rows, block_rows, settings.parts)
+                self.consumption = AsRowsArrive(span, delivery, self.ordering == BARRIER, self.board, self.out, chosen)
+            else:
+                self._route = self._make_route(group, settings.head_by_head)
+                if settings.consumes:
+                    self.consumption = AfterExchange(self._route, self.out, choose_parts(rows, None, settings.parts))
+        self.consumer: Consumer | None = None
         kv_heads = layout.kv_heads_of(self.rank)[1]
         self._q_shape = (layout.batch, layout.q_rows(self.q_order), layout.heads[self.rank], layout.head_dim)
         self._kv_shape = (layout.batch, layout.seq_len, kv_heads, layout.head_dim)
         self.key = enlist(self)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, consume: Consumer | None = None) -> torch.Tensor:
         """Attention and delivery, on the current stream; returns ``out``.
 
+        ``consume``: takes the rows of this call instead of ``consumer``.
+
         Raises:
-            InvalidInputError: q, k or v do not fit; checked without talking to the other ranks.
+            InvalidInputError: q, k or v do not fit, a consumer is missing or was not prepared for; checked without talking to
+                the other ranks.
             SpanClosedError: the span was closed.
         """
         import torch
 
         self.check(q, k, v)
-        torch.ops.xstage.ulysses_deliver(q, k, v, self.out, self.key)
+        if self.consumption is None and consume is None:
+            torch.ops.xstage.ulysses_deliver(q, k, v, self.out, self.key)
+        else:
+            self.run(q, k, v, consume)
         return self.out
 
     def issue(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The call without its barriers (what the sender sees); for measurements, its result is not safe to use."""
+        """The call without its barriers (what the sender sees); for measurements, its result is not safe to use.
+
+        Raises:
+            InvalidInputError: as a call; and for one whose rows announce themselves, which must be waited for.
+        """
         self.check(q, k, v)
+        if self._route is None:
+            raise InvalidInputError(
+                "a call whose rows announce themselves cannot be issued alone; prepare one without consume="
+            )
         self._route.issue(q, k, v)
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """What the torch operator runs."""
-        self._route(q, k, v)
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, consume: Consumer | None = None) -> None:
+        """What the torch operator runs. Calls with a consumer do not go through it.
+
+        Raises:
+            InvalidInputError: a consumer is missing or was not prepared for.
+        """
+        consumer = self._consumer_or(consume)
+        if self.consumption is not None and consumer is not None:
+            self.consumption(q, k, v, consumer)
+        elif self._route is not None:
+            self._route(q, k, v)
+
+    def _consumer_or(self, consume: Consumer | None) -> Consumer | None:
+        import torch
+
+        consumer = consume or self.consumer
+        if (consumer is None) != (self.consumption is None):
+            missing = "no consumer was given to" if consumer is None else "a consumer was given to"
+            prepared = "with" if consumer is None else "without"
+            raise InvalidInputError(f"{missing} a Ulysses call prepared {prepared} one; prepare it with consume= or without")
+        if consumer is not None and torch.compiler.is_compiling():
+            # What a consumer writes is no argument of the operator: a compiler would move its readers.
+            raise InvalidInputError("torch.compile met a Ulysses call with consume=; keep it outside: torch.compiler.disable")
+        return consumer
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """q, k and v are what the call was prepared for, and the span is still there.
@@ -96,6 +152,8 @@ class UlyssesCall:
         """
         if self.span is not None and self.span.closed:
             raise SpanClosedError("the output span of this Ulysses call was closed; make a new one and prepare again")
+        if self.board is not None and self.board.closed:
+            raise SpanClosedError("the arrival counters of this Ulysses call were closed; prepare it again")
         self.require((("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)))
 
     def require(self, tensors: Iterable[tuple[str, torch.Tensor, tuple[int, ...]]]) -> None:
@@ -123,13 +181,17 @@ class UlyssesCall:
 
         return torch.empty(layout.span_shape, dtype=dtype, device=self._device) if span is None else span.local()
 
-    def _make_route(self, group: Any) -> Route:
+    def _make_delivery(self, span: Span, head_by_head: bool) -> FusedDelivery:
+        layout, rank, scale, causal = self.layout, self.rank, self.softmax_scale, self.causal
+        plan = fused_plan(layout, rank, self.q_order, causal, head_by_head)
+        slots = span.slots(plan.first_rank)
+        counters = None if self.board is None else self.board.slots(plan.first_rank)
+        return FusedDelivery(plan, layout, rank, slots, self._dtype, self.backend, scale, causal, counters)
+
+    def _make_route(self, group: Any, head_by_head: bool) -> Route:
         layout, rank, scale, causal = self.layout, self.rank, self.softmax_scale, self.causal
         if self.mode == FUSED and self.span is not None:
-            plan = fused_plan(layout, rank, self.q_order, causal)
-            slots = self.span.slots(plan.first_rank)
-            delivery = FusedDelivery(plan, layout, rank, slots, self._dtype, self.backend, scale, causal)
-            return FusedRoute(self.span, delivery, self.ordering)
+            return FusedRoute(self.span, self._make_delivery(self.span, head_by_head), self.ordering)
         steps = serial_plan(layout, rank, self.q_order, causal)
         attention = LocalAttention(steps, layout, rank, self.buffer.dtype, self._device, self.backend, scale, causal)
         if self.span is None:

@@ -6,7 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.attention.agreement import agree, group_or_world, require_same
+from xstage_plugin.attention.arrivals import ArrivalCounters
 from xstage_plugin.attention.backends import AUTO, AttentionBackend
+from xstage_plugin.attention.consumption import Consumer
 from xstage_plugin.attention.input_exchange import InputExchange, input_span_shape
 from xstage_plugin.attention.layout import OWN_LAST, UlyssesLayout
 from xstage_plugin.attention.mode_choice import AUTO as AUTO_MODE
@@ -36,9 +38,10 @@ def module_class() -> Any:
         Args:
             layout: rows and heads of all ranks.
             dtype, device: of q, k and v.
-            group, backend, mode, softmax_scale, causal, platform: as in :func:`ulysses_attention`.
+            group, backend, mode, softmax_scale, causal, platform, consume, parts: as in :func:`ulysses_attention`.
             span, input_span: memory for the output (``layout.span_shape``) and for q, k and v
                 (``input_span_shape(layout)`` elements); default: spans that layers of this shape share.
+            counters: as in :func:`prepare_ulysses`.
 
         Raises:
             GroupMismatchError, SpanRefusedError: on every rank alike.
@@ -58,6 +61,9 @@ def module_class() -> Any:
             softmax_scale: float | None = None,
             causal: bool = False,
             platform: str | None = None,
+            consume: Consumer | None = None,
+            parts: int | None = None,
+            counters: ArrivalCounters | None = None,
         ) -> None:
             super().__init__()
             # The exchange before attention meets every rank after its last use of the previous result: no entry barrier.
@@ -74,6 +80,9 @@ def module_class() -> Any:
                 q_order=OWN_LAST,
                 ordering=INPUTS,
                 platform=platform,
+                consume=consume,
+                parts=parts,
+                counters=counters,
             )
             group = group_or_world(group)
             needed = (input_span_shape(layout), dtype)
@@ -94,7 +103,10 @@ def module_class() -> Any:
                 SpanClosedError: one of its spans was closed.
             """
             self._layer.check(q, k, v)
-            torch.ops.xstage.ulysses_deliver(q, k, v, self._layer.out, self._key)
+            if self.call.consumption is None:
+                torch.ops.xstage.ulysses_deliver(q, k, v, self._layer.out, self._key)
+            else:
+                self._layer.run(q, k, v)
             return self._layer.out
 
         def extra_repr(self) -> str:
@@ -126,7 +138,13 @@ class _Layer:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._exchange.push(q, k, v)
         self._inputs.barrier()
-        self._call.run(self._exchange.q, self._exchange.k, self._exchange.v)
+        try:
+            self._call.run(self._exchange.q, self._exchange.k, self._exchange.v)
+        finally:
+            # Without a closing barrier a peer's kernel may still read what the exchange brought, and the next layer that
+            # shares the memory, of whatever kind, stores there.
+            if self._call.consumption is not None and not self._call.consumption.meets:
+                self._inputs.barrier()
 
 
 def _given(span: Span | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

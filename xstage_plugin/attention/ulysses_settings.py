@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.attention.agreement import require_same
+from xstage_plugin.attention.arrival_rows import checked_parts
+from xstage_plugin.attention.arrivals import ArrivalCounters, counter_shape
+from xstage_plugin.attention.arriving_backend import block_rows_of
 from xstage_plugin.attention.backends import AttentionBackend, candidates, output_dtype
 from xstage_plugin.attention.launch_plan import fused_plan
 from xstage_plugin.attention.layout import UlyssesLayout
@@ -32,20 +35,34 @@ class Settings:
     q_order: str
     ordering: str
     platform: str | None
+    consumes: bool
+    parts: int | None
+    head_by_head: bool
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank found: the mode that it would run, and for each kernel why it cannot run it (empty if it can)."""
+    """What a rank found: the mode that it would run, and for each kernel why it cannot run it (empty if it can).
+
+    ``block_rows``: for each kernel the rows of a block that it announces to a consumer, None where it does not.
+    """
 
     settings: Settings
     has_span: bool
+    has_counters: bool
     choice: ModeChoice
     refusals: tuple[tuple[str, str], ...]
+    block_rows: tuple[int | None, ...]
 
 
 def examine(
-    settings: Settings, dtype: torch.dtype, device: torch.device, group: Any, span: Span | None, backend: str | AttentionBackend
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+    span: Span | None,
+    counters: ArrivalCounters | None,
+    backend: str | AttentionBackend,
 ) -> Fact:
     """What this rank finds of a call with ``settings``: looks at this rank only, launches nothing, takes no memory.
 
@@ -68,43 +85,54 @@ def examine(
         positive("softmax_scale", settings.softmax_scale)
     layout.kv_heads_of(rank)
     fused_plan(layout, rank, settings.q_order, settings.causal)
+    checked_parts(settings.parts)
     if span is not None:
-        _require_fits(span, layout, dtype, device, group, rank)
+        _require_fits("the span", span, layout.span_shape, output_dtype(dtype), device, group)
+    if counters is not None:
+        _require_fits("the counter span", counters.span, counter_shape(layout), torch.int32, device, group)
     arch = _arch(device)
     platform = platform_for(settings.platform, arch, "bulk") if checked_mode(settings.mode) == AUTO else None
     choice = choose_mode(layout, settings.mode, platform, arch)
-    refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in candidates(backend))
-    return Fact(settings, span is not None, choice, refusals)
+    kernels = candidates(backend)
+    refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in kernels)
+    block_rows = tuple(
+        block_rows_of(kernel, layout.head_dim, dtype, settings.causal) if settings.consumes and not refused else None
+        for kernel, (_, refused) in zip(kernels, refusals, strict=True)
+    )
+    return Fact(settings, span is not None, counters is not None, choice, refusals, block_rows)
 
 
-def _require_fits(span: Span, layout: UlyssesLayout, dtype: torch.dtype, device: torch.device, group: Any, rank: int) -> None:
+def _require_fits(what: str, span: Span, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> None:
+    import torch.distributed as dist
+
     if span.closed:
-        raise InvalidInputError("the span is closed; make a new one")
+        raise InvalidInputError(f"{what} is closed; make a new one")
     for name, got, expected in (
-        ("shape", tuple(span.shape), layout.span_shape),
-        ("dtype", span.dtype, output_dtype(dtype)),
+        ("shape", tuple(span.shape), shape),
+        ("dtype", span.dtype, dtype),
         ("device", span.device, device),
-        ("ranks", span.ranks, layout.ranks),
-        ("rank", span.rank, rank),
+        ("ranks", span.ranks, dist.get_world_size(group)),
+        ("rank", span.rank, dist.get_rank(group)),
     ):
         if got != expected:
-            raise InvalidInputError(f"the span's {name} is {got}; this layout expects {expected}")
+            raise InvalidInputError(f"{what}'s {name} is {got}; this layout expects {expected}")
     if span.group != group:
-        raise InvalidInputError("the span was made over another group of ranks; make one over this group")
+        raise InvalidInputError(f"{what} was made over another group of ranks; make one over this group")
 
 
-def common_backend(facts: list[Fact], backend: str | AttentionBackend) -> AttentionBackend:
-    """The first kernel that runs on every rank; the same on all of them.
+def common_backend(facts: list[Fact], backend: str | AttentionBackend) -> tuple[AttentionBackend, int | None]:
+    """The first kernel that runs on every rank, and the rows of a block that it announces; the same on all of them.
 
     Raises:
-        GroupMismatchError: none does; says why, for each of them.
+        GroupMismatchError: none does, or they announce other blocks; says why, for each of them.
     """
     require_same([tuple(name for name, _ in fact.refusals) for fact in facts], "backend")
     reasons = []
     for place, kernel in enumerate(candidates(backend)):
         refused = [(rank, fact.refusals[place][1]) for rank, fact in enumerate(facts) if fact.refusals[place][1]]
         if not refused:
-            return kernel
+            require_same([fact.block_rows[place] for fact in facts], f"rows of a block of {kernel.name}")
+            return kernel, facts[0].block_rows[place]
         reasons.append(f"rank {refused[0][0]}: {refused[0][1]}")
     raise GroupMismatchError(f"no attention backend runs this on all ranks; {'; '.join(reasons)}")
 

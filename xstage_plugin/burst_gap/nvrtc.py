@@ -66,8 +66,10 @@ class CudaModule:
         self._module = driver_call("cuModuleLoadData", cubin)
         self._functions: dict[str, Any] = {}
 
-    def launch(self, name: str, grid: int, block: int, stream: int, *arguments: ctypes._SimpleCData[Any]) -> None:
-        """Put the kernel ``name`` on ``stream``; its arguments as ctypes values.
+    def launch(
+        self, name: str, grid: int, block: int, stream: int, *arguments: ctypes._SimpleCData[Any] | ctypes.Structure
+    ) -> None:
+        """Put the kernel ``name`` on ``stream``; its arguments as ctypes values and structures.
 
         Raises:
             GpuError: no such kernel, or the driver refuses the launch.

@@ -1,0 +1,72 @@
+"""Rows are whole the moment their counters say so, on two GPUs or more. Needs a kernel that announces."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).with_name("arrival_ranks.py")
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 570
+
+pytestmark = pytest.mark.gpu(2)
+
+
+@pytest.fixture(scope="module")
+def summaries(tmp_path_factory):
+    """What both ranks found under each kernel."""
+    out = tmp_path_factory.mktemp("arrival") / "rank.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(RANKS)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": path, "XSTAGE_PLATFORM": ""}
+    run = subprocess.run(
+        [*command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=os.environ | settings,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(params=["fa3-arrival", "fa4-arrival"])
+def found(request, summaries):
+    """What each rank found under one kernel."""
+    kernels = [summary["kernels"][request.param] for summary in summaries]
+    if "skipped" in kernels[0]:
+        pytest.skip(kernels[0]["skipped"])
+    return kernels
+
+
+CHECKS = ("rounds, barrier", "rounds, inputs", "loaded", "graph", "own kernel", "steady", "projection", "public")
+
+
+def test_every_part_of_every_case_has_the_bits_of_serial_attention(found):
+    for rank in found:
+        cases = {name: arms for name, arms in rank.items() if name not in CHECKS}
+        assert len([arms for arms in cases.values() if "refused" not in arms]) >= 13
+        for name, arms in cases.items():
+            assert all(arms.values()), (name, arms)
+            # Serial; 4 arms of two calls with their counters, parts and bounds; the module and its counters.
+            assert "refused" in arms or len(arms) == 1 + 4 * 6 + 2, name
+
+
+def test_only_types_that_the_kernel_lacks_are_left_out(found):
+    refused = {name: arms["refused"] for name, arms in found[0].items() if "refused" in arms}
+    assert all("fp" in name and "takes" in reason for name, reason in refused.items()), refused
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_late_ranks_a_loaded_link_graphs_own_kernels_and_projections_hold(found, check):
+    for rank in found:
+        assert len(rank[check]) >= 2
+        assert all(rank[check].values()), rank[check]
+
+
+def test_nothing_stays_mapped(summaries):
+    assert [summary["ledger at the end"] for summary in summaries] == [[], []]
