@@ -39,7 +39,7 @@ class GpuWorker:
         dist.barrier()
         torch.cuda.synchronize()
 
-    def event_us(self, launch: Callable[[], object], sleep_cycles: int = SLEEP_CYCLES) -> float:
+    def event_us(self, launch: Callable[[], object]) -> float:
         """Event time on this rank of what ``launch`` puts on the stream, microseconds.
 
         All ranks meet on the host, then a sleep on the device hides the launches, a tiny all-reduce lets the ranks meet on
@@ -47,7 +47,7 @@ class GpuWorker:
         """
         self.meet()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(sleep_cycles)
+        torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(self.token)
         begin.record()
         launch()
@@ -55,7 +55,7 @@ class GpuWorker:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end) * 1e3)
 
-    def clocked_us(self, launch: Callable[[], object], sleep_cycles: int = SLEEP_CYCLES) -> tuple[float, float]:
+    def clocked_us(self, launch: Callable[[], object]) -> tuple[float, float]:
         """:meth:`event_us`, and the mean SM clock meanwhile in MHz. The events stand outside of the clock's stamps."""
         if self._clock is None:
             self._clock = SmClock(self.device)
@@ -67,7 +67,7 @@ class GpuWorker:
             launch()
             clock.stamp(1)
 
-        return self.event_us(stamped, sleep_cycles), clock.mhz()
+        return self.event_us(stamped), clock.mhz()
 
     def load_state(self) -> dict[str, object]:
         """What this GPU draws and what holds its clock back, now: ask while it works. Empty where NVML cannot say."""

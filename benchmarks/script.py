@@ -72,10 +72,10 @@ def measure_and_report(
     Raises:
         InvalidInputError: other processes than the plan's ranks, or no file for the result.
     """
-    out = _ready_to_run(ranks, out)
+    out = ready_to_run(ranks, out)
     group = harness.GlooGroup(timeout_s)
     try:
-        document = run(group, out, _command_line(name, ranks))
+        document = run(group, out, shown_command(name, ranks))
         if group.rank == 0:
             if document["cases"]:
                 show(document)
@@ -88,7 +88,12 @@ def measure_and_report(
     return int(document["failed"])
 
 
-def _ready_to_run(ranks: int, out: Path | None) -> Path:
+def ready_to_run(ranks: int, out: Path | None) -> Path:
+    """The result file, if torchrun started the plan's ranks.
+
+    Raises:
+        InvalidInputError: other processes than these, or no file.
+    """
     started = env.torchrun_ranks()
     if started < 2 or ranks != started:
         wanted = f"torchrun --nproc-per-node={ranks}"
@@ -99,7 +104,7 @@ def _ready_to_run(ranks: int, out: Path | None) -> Path:
     return out
 
 
-def _command_line(name: str, ranks: int) -> str:
+def shown_command(name: str, ranks: int) -> str:
     """What was typed, without the folders of this machine."""
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
     return shlex.join(["torchrun", f"--nproc-per-node={ranks}", f"benchmarks/{name}.py", *words])

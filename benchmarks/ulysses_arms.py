@@ -26,7 +26,6 @@ class Steps:
 
     call: Callable[[], object]
     result: Callable[[], torch.Tensor]
-    capturable: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,14 @@ class UlyssesArms:
             COPY.name: Steps(lambda: copy(last, k, v), span.local),
         }
 
-    def serial(self, exchange: Callable[[], object], capturable: bool = True) -> Steps:
+    def serial(self, exchange: Callable[[], object]) -> Steps:
         """Attention into ``scratch``, then an exchange of it into ``out``."""
 
         def call() -> None:
             self._attend()
             exchange()
 
-        return Steps(call, lambda: self.out, capturable)
+        return Steps(call, lambda: self.out)
 
     def _ordered(self, q: torch.Tensor, order: str) -> torch.Tensor:
         return torch.cat([q[:, part.start : part.stop] for part in self._layout.q_ranges(self._rank, order)], 1)

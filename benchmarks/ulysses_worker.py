@@ -1,22 +1,20 @@
 """The process that runs the attention arms on one GPU for ab_ulysses.py.
 
 Every arm is captured once a case as a CUDA graph of several calls, and the graph that is checked is the one that is timed.
-Inputs depend on seed, shape and rank only. An arm whose library may not be capturable is launched call by call behind a
-longer sleep.
+Inputs depend on seed, shape and rank only.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_worker import SLEEP_CYCLES, GpuWorker, work
-from ulysses_arms import Inputs, Steps, UlyssesArms
+from gpu_worker import GpuWorker, work
+from ulysses_arms import Inputs, UlyssesArms
 from ulysses_figures import ATTENTION, FLASHINFER, NCCL
 from ulysses_others import Flashinfer
 
@@ -25,37 +23,25 @@ from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.peer_span import PeerSpan
 
 DTYPE = torch.bfloat16
-LOOP_CYCLES_A_CALL = 600_000  # about 0.3 ms: what the host may take to launch one call that is not captured
 SETTLE_US, SETTLE_FROM_US = 1.5e6, 2000.0  # long kernels run at the power limit; until then the clock falls by a tenth
 
 
-@dataclass
 class Sample:
-    """An arm's calls of one sample, captured if they can be."""
+    """The calls of one sample as a CUDA graph."""
 
-    steps: Steps
-    calls: int
-    graph: Any = None
-
-    def capture(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
+    def __init__(self, call: Callable[[], object], calls: int) -> None:
+        self.calls = calls
+        self._graph = torch.cuda.CUDAGraph()
         # Another thread of this process, NCCL's watchdog, may query events meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.loop()
-
-    def reset(self) -> None:
-        if self.graph:
-            self.graph.reset()
-
-    def loop(self) -> None:
-        for _ in range(self.calls):
-            self.steps.call()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
 
     def launch(self) -> None:
-        if self.graph:
-            self.graph.replay()
-        else:
-            self.loop()
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
 
 
 class UlyssesWorker(GpuWorker):
@@ -92,11 +78,14 @@ class UlyssesWorker(GpuWorker):
         self.arms = UlyssesArms(layout, self.rank, candidates(backend)[0], inputs, self.span)
         if FLASHINFER.name in arms:
             self.other = Flashinfer(self.exchange_group, self.arms.scratch, self.arms.out)
-            self.arms.steps[FLASHINFER.name] = self.arms.serial(self.other, capturable=False)
+            self.arms.steps[FLASHINFER.name] = self.arms.serial(self.other)
         for name in arms:  # the first call compiles
             self.arms.steps[name].call()
             self.meet()
-        attend = self.arms.steps[ATTENTION.name].call
+        return self.settled(self.arms.steps[ATTENTION.name].call)
+
+    def settled(self, attend: Callable[[], object]) -> dict[str, Any]:
+        """The time of ``attend`` and the state of the GPU under it, once clock and power have settled."""
         call_us = self.event_us(attend)
         for _ in range(math.ceil((SETTLE_US if call_us > SETTLE_FROM_US else 0) / call_us)):
             attend()
@@ -109,15 +98,13 @@ class UlyssesWorker(GpuWorker):
         if self.arms is None:
             raise ValueError("no case is prepared")
         if name not in self.samples:
-            sample = self.samples[name] = Sample(self.arms.steps[name], calls)
-            if sample.steps.capturable:
-                sample.capture()
+            self.samples[name] = Sample(self.arms.steps[name].call, calls)
         for tensor in self.arms.poisonable:
             tensor.fill_(float("nan"))
         self.meet()  # nobody stores before everybody is poisoned
         self.samples[name].launch()
         self.meet()  # every peer's stores have arrived
-        rows = self.samples[name].steps.result()
+        rows = self.arms.steps[name].result()
         if self.reference is None:
             if name != NCCL.name:
                 raise ValueError(f"{name} is checked before {NCCL.name}, which it is held against")
@@ -128,8 +115,7 @@ class UlyssesWorker(GpuWorker):
     def run(self, name: str) -> tuple[float, float]:
         """Event time of one call on this rank, microseconds (that of the sample's calls over their number); SM clock, MHz."""
         sample = self.samples[name]
-        sleep_cycles = SLEEP_CYCLES + (0 if sample.graph else sample.calls * LOOP_CYCLES_A_CALL)
-        us, mhz = self.clocked_us(sample.launch, sleep_cycles)
+        us, mhz = self.clocked_us(sample.launch)
         return us / sample.calls, mhz
 
     def close(self) -> None:
