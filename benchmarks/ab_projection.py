@@ -10,8 +10,9 @@ Arms, all over the same q, k, v and weight (projection_worker.py); the projectio
 - serial nccl, serial copy: attention, all_to_all_single and a permute or strided copies through the span, then the product;
 - fused, barrier and arriving, barrier: tiles go straight to their owners, a closing barrier, then the product; with the stock
   kernel and with the one that announces, without counters;
-- flags, N parts: no closing barrier; the product of each part of the rows waits for that part only. By owner: all heads of a
-  destination before the next destination, otherwise head by head.
+- flags: no closing barrier. Kernel waits: attention's kernel ends when all rows of its rank are there, then the product; by
+  owner: all heads of a destination before the next destination, otherwise head by head. N parts: the product of each part of
+  the rows behind a wait for that part.
 
 Speedups are over "fused, barrier". Samples, clocks and pace as in ab_ulysses.py.
 """
@@ -223,7 +224,7 @@ def print_result(document: Mapping[str, Any]) -> None:
 
 
 def _short(arm: Arm) -> str:
-    return arm.name.removeprefix("serial ").replace("flags, 2 parts, ", "").removeprefix("flags, ")
+    return arm.name.removeprefix("serial ").replace("flags, kernel waits, ", "").removeprefix("flags, ")
 
 
 def _cell(row: Mapping[str, Any] | None, key: str, form: str) -> str:

@@ -135,7 +135,7 @@ class ProjectionArms:
             # The same kernel object behind a front that announces nothing: its rows come behind the closing barrier.
             ARRIVING.name: complete(Silent(arriving)),
             **{arm.name: complete(arriving, parts=parts) for parts, arm in FLAGS.items()},
-            BY_OWNER.name: complete(arriving, parts=2, head_by_head=False),
+            BY_OWNER.name: complete(arriving, parts=1, head_by_head=False),
         }
 
     def begin_check(self) -> None:

@@ -25,8 +25,8 @@ SILENT, FLAGGED = Arm("arriving as launched", FAMILY), Arm("arriving as launched
 PROJECTION = Arm("projection", FAMILY)
 NCCL, COPY = Arm("serial nccl", FAMILY), Arm("serial copy", FAMILY)
 FUSED, ARRIVING = Arm("fused, barrier", FAMILY), Arm("arriving, barrier", FAMILY)
-FLAGS = {parts: Arm(f"flags, {parts} part{'s' if parts > 1 else ''}", FAMILY) for parts in (1, 2, 4)}
-BY_OWNER = Arm("flags, 2 parts, by owner", FAMILY)
+FLAGS = {1: Arm("flags, kernel waits", FAMILY), 2: Arm("flags, 2 parts", FAMILY), 4: Arm("flags, 4 parts", FAMILY)}
+BY_OWNER = Arm("flags, kernel waits, by owner", FAMILY)
 ALONE, SERIAL, STREAMED = (ATTENTION, LAUNCHED, SILENT, FLAGGED, PROJECTION), (NCCL, COPY), (*FLAGS.values(), BY_OWNER)
 ARMS = (*ALONE, *SERIAL, FUSED, ARRIVING, *STREAMED)
 

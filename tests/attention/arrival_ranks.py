@@ -162,6 +162,25 @@ class ArrivalChecks(Checks):
         found["a part a block"] = blocks > 1 and sum(one.calls for one in consumers) == ROUNDS * blocks
         return found | {"counters": self.clear(call)}
 
+    def kernel_waits(self):
+        """The kernel ends when this rank's rows are there, in place of a closing barrier: {what: right}."""
+        layout, whole, expected = self.small()
+        consumers, found = [Comparing(one) for one in expected], {}
+        shares = [share_of(layout, self.rank, OWN_LAST, *one) for one in whole]
+        for name, consumes in (("no consumer", False), ("one part", True)):
+            call = self.consuming(layout, parts=None, consume=print if consumes else None)
+            wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+            for turn in range(ROUNDS):
+                if turn % self.ranks == self.rank:
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                out = call(*shares[turn % 4], consume=consumers[turn % 4] if consumes else None)
+                if (turn // 2) % self.ranks == self.rank:
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                wrong += (out != expected[turn % 4]).any()
+            self.require_ended(f"kernel waits, {name}")
+            found |= {f"{name}, rows": not int(wrong), f"{name}, counters": self.clear(call)}
+        return found | {"parts": not sum(int(one.wrong) for one in consumers)}
+
     def loaded(self):
         """A second stream copies memory and over the link meanwhile: {what: right}."""
         layout, whole, expected = self.small()
@@ -292,6 +311,7 @@ class ArrivalChecks(Checks):
 CHECKS = {
     "rounds, barrier": lambda checks: checks.rounds(BARRIER),
     "rounds, inputs": lambda checks: checks.rounds(INPUTS),
+    "kernel waits": lambda checks: checks.kernel_waits(),
     "loaded": lambda checks: checks.loaded(),
     "graph": lambda checks: checks.graph(),
     "own kernel": lambda checks: checks.own_kernel(),

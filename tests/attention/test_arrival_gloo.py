@@ -75,6 +75,19 @@ def test_calls_over_one_output_share_its_counters_and_keep_no_consumer(ranks):
         assert rank["public call"]["unwaited"].startswith("InvalidInputError: parts is 0, and nothing tells the consumer how")
 
 
+def test_a_kernel_that_waits_takes_the_place_of_waits_on_the_stream_and_of_the_closing_barrier(ranks):
+    # Waits of the kernel, barriers of the span, waits on the stream.
+    expected = {
+        "one part, barrier": [1, 1, 0],
+        "two parts, barrier": [0, 1, 2],
+        "no consumer, barrier": [1, 1, 0],
+        "one part, inputs": [1, 0, 0],
+        "two parts, inputs": [0, 0, 2],
+        "no consumer, inputs": [0, 1, 0],  # the caller's exchange may rely on the closing barrier
+    }
+    assert [rank["kernel waits"] for rank in ranks] == [expected] * len(ranks)
+
+
 def test_the_projection_of_parts_is_the_projection_of_all_rows(ranks):
     for rank in ranks:
         assert rank["projection"] == dict.fromkeys(rank["projection"], True)

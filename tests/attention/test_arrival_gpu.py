@@ -43,7 +43,17 @@ def found(request, summaries):
     return kernels
 
 
-CHECKS = ("rounds, barrier", "rounds, inputs", "loaded", "graph", "own kernel", "steady", "projection", "public")
+CHECKS = (
+    "rounds, barrier",
+    "rounds, inputs",
+    "kernel waits",
+    "loaded",
+    "graph",
+    "own kernel",
+    "steady",
+    "projection",
+    "public",
+)
 
 
 def test_every_part_of_every_case_has_the_bits_of_serial_attention(found):

@@ -19,6 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 MAP_FIXED = 0x10
+LIMIT_S = 30
 _numbers = itertools.count()
 
 
@@ -26,7 +27,7 @@ class FakeSpan:
     def __init__(self, shape, dtype, group=None, folder="/dev/shm"):
         group = group or dist.group.WORLD
         self.shape, self.dtype, self.group = tuple(shape), dtype, group
-        self.device, self.closed = torch.device("cpu"), False
+        self.device, self.closed, self.met = torch.device("cpu"), False, 0
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         names = [None] * self.ranks
         dist.all_gather_object(names, (os.getpid(), next(_numbers)), group=group)
@@ -66,6 +67,7 @@ class FakeSpan:
     def barrier(self):
         if self.closed:
             raise SpanClosedError("the span was closed; make a new one")
+        self.met += 1
         dist.barrier(self.group)
 
     def close(self):
@@ -123,18 +125,20 @@ class AnnouncingAttention(PlainAttention):
     """The same, tile by tile, in the order in which kernels take them; every stored tile raises its counter.
 
     ``delay(b, head, block)``: seconds by which this rank is late with a tile, before it reads anything of it.
+    ``awaits_rows``: it can wait for this rank's rows before it ends; ``awaited`` counts how often it did.
     """
 
     name = "announcing"
 
-    def __init__(self, block_rows, delay=lambda b, head, block: 0.0):
+    def __init__(self, block_rows, delay=lambda b, head, block: 0.0, awaits_rows=False):
         super().__init__()
-        self.rows, self.delay, self.announced = block_rows, delay, 0
+        self.rows, self.delay, self.announced, self.awaited = block_rows, delay, 0, 0
+        self.awaits_rows = awaits_rows
 
     def block_rows(self, head_dim, dtype, causal):
         return self.rows
 
-    def announce(self, q, k, v, out, arrivals, *, softmax_scale, causal):
+    def announce(self, q, k, v, out, arrivals, *, softmax_scale, causal, awaits=None, expected=0):
         self.announced += 1
         assert arrivals.dtype == torch.int32
         assert arrivals.shape == (out.shape[0], out.shape[2], out.shape[1])
@@ -158,6 +162,11 @@ class AnnouncingAttention(PlainAttention):
             )
             with raising():
                 arrivals[b, head, first] += 1
+        if awaits is not None:
+            assert self.awaits_rows
+            assert awaits.shape[1] > 0
+            self.awaited += 1
+            until_here(awaits[:, :: self.rows], expected).zero_()
 
 
 class raising:  # noqa: N801 - used as a statement
@@ -174,8 +183,6 @@ class raising:  # noqa: N801 - used as a statement
 class HostTake:
     """Waits for row blocks in the host, which is the stream of a CPU; keeps what it was asked for."""
 
-    LIMIT_S = 30
-
     def __init__(self):
         self.taken = []
 
@@ -185,13 +192,18 @@ class HostTake:
 
     def wait(self, board, blocks):
         """The counters of ``blocks``, once they are all here."""
-        entries = board.counters[:, blocks.start * board.block_rows : blocks.stop * board.block_rows : board.block_rows]
-        end = time.monotonic() + self.LIMIT_S
-        while not bool((entries == board.expected).all()):
-            assert int(entries.max()) <= board.expected, f"{entries} of {board.expected} tiles have arrived"
-            assert time.monotonic() < end, f"{entries} of {board.expected} tiles have arrived"
-            time.sleep(0.0002)
-        return entries
+        rows = slice(blocks.start * board.block_rows, blocks.stop * board.block_rows, board.block_rows)
+        return until_here(board.counters[:, rows], board.expected)
+
+
+def until_here(entries, expected):
+    """``entries``, counters of row blocks, once all of them are ``expected``."""
+    end = time.monotonic() + LIMIT_S
+    while not bool((entries == expected).all()):
+        assert int(entries.max()) <= expected, f"{entries} of {expected} tiles have arrived"
+        assert time.monotonic() < end, f"{entries} of {expected} tiles have arrived"
+        time.sleep(0.0002)
+    return entries
 
 
 def expected_attention(q, k, v, softmax_scale, causal):

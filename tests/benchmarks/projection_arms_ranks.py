@@ -28,7 +28,9 @@ def main():
     inputs = Inputs(*(x[:, :, mine].contiguous() for x in model), dist.group.WORLD)
     span = FakeSpan(layout.span_shape, torch.float32)
     counters = ArrivalCounters(FakeSpan(counter_shape(layout), torch.int32), HostTake())
-    arms = ProjectionArms(layout, rank, PlainAttention(), AnnouncingAttention(BLOCK_ROWS), inputs, span, weight, counters)
+    arms = ProjectionArms(
+        layout, rank, PlainAttention(), AnnouncingAttention(BLOCK_ROWS, awaits_rows=True), inputs, span, weight, counters
+    )
     expected = expected_attention(*model, HEAD_DIM**-0.5, False)[:, ROWS * rank : ROWS * (rank + 1)].float()
     answer = {}
     for name, steps in arms.steps.items():

@@ -20,8 +20,8 @@ from xstage_plugin.burst_gap.catalog import load_platform  # noqa: E402
 PLATFORM = load_platform("h200-nvlink-pair-bulk")
 TIMES = {"attention": 190.0, "attention as launched": 191.0, "arriving as launched": 192.0, "projection": 20.0}
 TIMES |= {"arriving as launched, flags": 193.5, "serial nccl": 260.0, "serial copy": 240.0, "fused, barrier": 220.0}
-TIMES |= {"arriving, barrier": 221.0, "flags, 1 part": 218.0, "flags, 2 parts": 215.0, "flags, 4 parts": 219.0}
-TIMES |= {"flags, 2 parts, by owner": 216.0}
+TIMES |= {"arriving, barrier": 221.0, "flags, kernel waits": 218.0, "flags, 2 parts": 215.0, "flags, 4 parts": 219.0}
+TIMES |= {"flags, kernel waits, by owner": 216.0}
 FAKE = f"""
 from fake_worker import FakeWorker, wish, work
 class Fake(FakeWorker):

@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 ALONE = {"attention", "attention as launched", "arriving as launched", "arriving as launched, flags"}
 COMPLETE = {"serial nccl", "serial copy", "fused, barrier", "arriving, barrier"}
-COMPLETE |= {"flags, 1 part", "flags, 2 parts", "flags, 4 parts", "flags, 2 parts, by owner"}
+COMPLETE |= {"flags, kernel waits", "flags, 2 parts", "flags, 4 parts", "flags, kernel waits, by owner"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

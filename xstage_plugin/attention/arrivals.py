@@ -12,6 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Protocol
 
 from xstage_plugin.attention.arrival_rows import blocks_of
+from xstage_plugin.attention.delivery import Awaited
 from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.peer_span import BARRIER_TIMEOUT_MS
 
@@ -89,6 +90,10 @@ class ArrivalBoard:
         Within one call every block is taken once. The host does not wait. Legal inside a CUDA-graph capture.
         """
         self._take(self, blocks_of(rows, self.block_rows))
+
+    def awaited(self, rows: int) -> Awaited:
+        """This rank's ``rows`` rows, for a kernel that waits for them before it ends, and clears their counters."""
+        return Awaited(self.counters[:, :rows], self.expected)
 
     def on_device(self) -> DeviceArrivals:
         """The board for a kernel of yours; valid as long as the span of the counters."""

@@ -19,7 +19,13 @@ ARRIVING = {
 
 
 class ArrivingBackend(AttentionBackend, Protocol):
-    """An attention kernel that raises a counter for every tile that it has stored."""
+    """An attention kernel that raises a counter for every tile that it has stored.
+
+    Attributes:
+        awaits_rows: ``announce`` takes ``awaits``.
+    """
+
+    awaits_rows: bool
 
     def block_rows(self, head_dim: int, dtype: torch.dtype, causal: bool) -> int:
         """Rows of one output tile."""
@@ -34,6 +40,8 @@ class ArrivingBackend(AttentionBackend, Protocol):
         *,
         softmax_scale: float,
         causal: bool,
+        awaits: torch.Tensor | None = None,
+        expected: int = 0,
     ) -> None:
         """As a call; and for every tile (m, h, b) that is complete in ``out``, ``arrivals[b, h, m * block_rows]`` grows by 1.
 
@@ -41,12 +49,20 @@ class ArrivingBackend(AttentionBackend, Protocol):
             q, k, v, out, softmax_scale, causal: as a call's.
             arrivals: int32 [b, h, rows], innermost stride 1, other strides as they come (0 too). Raised as a release at
                 system scope.
+            awaits: this rank's own counters, int32 [B, local rows]: when its tiles are out the kernel waits until each row
+                block of them counts ``expected`` tiles, and clears them. What follows on the stream sees the rows.
+            expected: tiles of a block.
         """
 
 
 def block_rows_of(backend: Any, head_dim: int, dtype: torch.dtype, causal: bool) -> int | None:
     """Rows of a block that ``backend`` announces; None where it announces nothing."""
     return int(backend.block_rows(head_dim, dtype, causal)) if hasattr(backend, "announce") else None
+
+
+def awaits_rows(backend: Any) -> bool:
+    """Whether ``backend`` can itself wait for this rank's rows."""
+    return bool(getattr(backend, "awaits_rows", False))
 
 
 @functools.cache

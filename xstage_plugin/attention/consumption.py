@@ -50,7 +50,8 @@ class AfterExchange:
 class AsRowsArrive:
     """Stores that announce themselves; no closing barrier.
 
-    All of this rank's rows are there when it ends, because each part was waited for; the counters are clear again.
+    All of this rank's rows are there when it ends, because each part was waited for, or the kernel did; the counters are
+    clear again.
 
     Args:
         span, delivery: as for :class:`FusedRoute`; the delivery announces.
@@ -58,14 +59,22 @@ class AsRowsArrive:
         board: counts what arrives.
         out: [B, S_local, H, d], this rank's rows.
         parts: in which they are consumed.
+        in_kernel: the delivery ends when all of this rank's rows are there.
     """
 
     meets = False
 
     def __init__(
-        self, span: Span, delivery: FusedDelivery, enters: bool, board: ArrivalBoard, out: torch.Tensor, parts: Parts
+        self,
+        span: Span,
+        delivery: FusedDelivery,
+        enters: bool,
+        board: ArrivalBoard,
+        out: torch.Tensor,
+        parts: Parts,
+        in_kernel: bool,
     ) -> None:
-        self.parts = parts
+        self.parts, self._in_kernel = parts, in_kernel
         self._span, self._delivery, self._enters, self._board, self._out = span, delivery, enters, board, out
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, consume: Consumer) -> None:
@@ -73,10 +82,10 @@ class AsRowsArrive:
         if self._enters:
             self._span.barrier()
         self._delivery.store(rows, k, v)
-        waiting = list(self.parts.ranges)
+        waiting = [] if self._in_kernel else list(self.parts.ranges)
         try:
             for part in self.parts.ranges:
-                if self.parts.waits:
+                if self.parts.waits and not self._in_kernel:
                     self._board.take(waiting.pop(0))
                 consume(self._out[:, part.start : part.stop], part.start)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from xstage_plugin.attention.launch_plan import FusedPlan, Launch
 
@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from xstage_plugin.attention.arriving_backend import ArrivingBackend
     from xstage_plugin.attention.backends import AttentionBackend
     from xstage_plugin.attention.layout import UlyssesLayout
+
+
+class Awaited(NamedTuple):
+    """This rank's own counters, int32 [B, local rows], and how many tiles make a block of them complete."""
+
+    awaits: torch.Tensor
+    expected: int
 
 
 def slot_outputs(launches: tuple[Launch, ...], slots: torch.Tensor, heads: slice) -> tuple[torch.Tensor, ...]:
@@ -55,12 +62,14 @@ def run_launches(
     softmax_scale: float,
     causal: bool,
     arrivals: tuple[torch.Tensor, ...] | None = None,
+    awaited: Awaited | None = None,
 ) -> None:
     """Run ``launches`` on q [B, rows, h, d], k and v [B, S, h_kv, d] into ``outputs``, on the current stream.
 
     ``arrivals``: counters that the launches raise, by an :class:`ArrivingBackend`; None: they announce nothing.
+    ``awaited``: what the last of them waits for before it ends.
     """
-    for launch, out, counters in zip(launches, outputs, arrivals or (None,) * len(launches), strict=True):
+    for number, (launch, out) in enumerate(zip(launches, outputs, strict=True), 1):
         if launch.element is None:
             rows = q[:, launch.first_row : launch.first_row + launch.rows]
             keys, values = k[:, : launch.kv_rows], v[:, : launch.kv_rows]
@@ -68,11 +77,12 @@ def run_launches(
             end = launch.first_row + launch.slots * launch.rows
             rows = _for_kernel(launch, q[launch.element, launch.first_row : end].unflatten(0, (launch.slots, launch.rows)))
             keys, values = (_seen_by_all(launch, x[launch.element, : launch.kv_rows]) for x in (k, v))
-        if counters is None:
+        if arrivals is None:
             backend(rows, keys, values, out, softmax_scale=softmax_scale, causal=causal)
-        else:
-            announce = cast("ArrivingBackend", backend).announce
-            announce(rows, keys, values, out, counters, softmax_scale=softmax_scale, causal=causal)
+            continue
+        last = awaited._asdict() if awaited is not None and number == len(launches) else {}
+        announce = cast("ArrivingBackend", backend).announce
+        announce(rows, keys, values, out, arrivals[number - 1], softmax_scale=softmax_scale, causal=causal, **last)
 
 
 def _for_kernel(launch: Launch, rows: torch.Tensor) -> torch.Tensor:
@@ -98,6 +108,7 @@ class FusedDelivery:
         backend, softmax_scale, causal: the attention.
         counters: [P, B, most local rows], slot 0 is ``plan.first_rank``: tiles raise these as they arrive, which takes an
             :class:`ArrivingBackend`. None: they arrive in silence.
+        awaited: what the kernel waits for before it ends; needs ``counters``.
     """
 
     def __init__(
@@ -111,11 +122,13 @@ class FusedDelivery:
         softmax_scale: float,
         causal: bool,
         counters: torch.Tensor | None = None,
+        awaited: Awaited | None = None,
     ) -> None:
         self._plan, self._backend, self._scale, self._causal = plan, backend, softmax_scale, causal
         start, count = layout.head_start(rank), layout.heads[rank]
         self._outputs = slot_outputs(plan.launches, slots, slice(start, start + count))
         self._arrivals = None if counters is None else slot_arrivals(plan.launches, counters, count)
+        self._awaited = awaited
         self._gather = _Gather(layout, rank, plan.q_order, dtype, slots.device) if plan.gathers else None
 
     def prepare(self, q: torch.Tensor) -> torch.Tensor:
@@ -124,7 +137,8 @@ class FusedDelivery:
 
     def store(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Attention and its stores to the peers, of what :meth:`prepare` returned."""
-        run_launches(self._plan.launches, self._outputs, q, k, v, self._backend, self._scale, self._causal, self._arrivals)
+        how = (self._backend, self._scale, self._causal, self._arrivals, self._awaited)
+        run_launches(self._plan.launches, self._outputs, q, k, v, *how)
 
 
 class _Gather:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xstage_plugin.attention.delivery import FusedDelivery
 from xstage_plugin.attention.serial import LocalAttention, NcclExchange, PeerCopy
+from xstage_plugin.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,25 @@ class FusedRoute:
             self._span.barrier()
         self._delivery.store(rows, k, v)
         self._span.barrier()
+
+
+class ArrivedRoute:
+    """The same with a kernel that ends when this rank's rows have arrived: no closing barrier.
+
+    A peer may still read its own q, k and v when it ends, so this is for callers whose next q, k and v come to the peers
+    behind a meeting of their own; the entry barrier is one for the output only.
+    """
+
+    def __init__(self, span: Span, delivery: FusedDelivery) -> None:
+        self._span, self._delivery = span, delivery
+
+    def issue(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        raise InvalidInputError("a call whose kernel waits for its rows cannot be issued alone; take a backend that does not")
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows = self._delivery.prepare(q)
+        self._span.barrier()
+        self._delivery.store(rows, k, v)
 
 
 class PeerCopyRoute:

@@ -79,13 +79,15 @@ def ulysses_attention(
         ordering: ``barrier``: ranks meet before they store, so that nobody's previous result is overwritten while read.
             ``inputs``: the caller's q, k, v came out of an exchange with every rank that ran after this rank's last use
             of the previous result (so in a Ulysses layer); no barrier before the stores.
+            With ``barrier`` and a backend whose kernel waits for its rows (``fa4-arrival``, ``fa3-arrival``) that wait takes
+            the place of the closing barrier: the call may end while a peer's kernel still reads its own q, k and v.
         platform: platform model for the advisor, a bundled name or a file; default $XSTAGE_PLATFORM, else a bundled one of
             this GPU's generation.
         consume: gets this rank's rows as they arrive, before the call returns: ``consume(rows, first_row)`` for consecutive
             parts, rows [B, n, H, d], on the current stream, which has waited for them. Take a backend that announces rows
             (``fa4-arrival``, ``fa3-arrival``) and ``fused``: there is no closing barrier then, the waits take its place. With
             any other it gets all rows at once, behind the exchange. Not under torch.compile.
-        parts: most parts; default: two.
+        parts: most parts; default: one, for which the kernel itself waits.
 
     Returns:
         [B, S_local, H, d], a view of the span: valid in stream order until the next call that uses the same span, on any

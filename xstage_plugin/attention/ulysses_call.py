@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from xstage_plugin.attention.arrival_rows import choose_parts
 from xstage_plugin.attention.arrivals import ArrivalBoard, ArrivalCounters
+from xstage_plugin.attention.arriving_backend import awaits_rows
 from xstage_plugin.attention.backends import AttentionBackend, output_dtype
 from xstage_plugin.attention.consumption import AfterExchange, AsRowsArrive, Consumer, Consumption
-from xstage_plugin.attention.delivery import FusedDelivery
+from xstage_plugin.attention.delivery import Awaited, FusedDelivery
 from xstage_plugin.attention.launch_plan import fused_plan, serial_plan
 from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.mode_choice import FUSED, ModeChoice
-from xstage_plugin.attention.routes import BARRIER, FusedRoute, NcclRoute, PeerCopyRoute, Route, Span
+from xstage_plugin.attention.routes import BARRIER, ArrivedRoute, FusedRoute, NcclRoute, PeerCopyRoute, Route, Span
 from xstage_plugin.attention.serial import LocalAttention, NcclExchange, PeerCopy
 from xstage_plugin.attention.span_errors import SpanClosedError
 from xstage_plugin.attention.ulysses_op import enlist
@@ -73,9 +74,7 @@ class UlyssesCall:
             self._route: Route | None = None
             self.consumption: Consumption | None = None
             if self.board is not None and span is not None:
-                delivery = self._make_delivery(span, settings.head_by_head)
-                chosen = choose_parts(rows, block_rows, settings.parts)
-                self.consumption = AsRowsArrive(span, delivery, self.ordering == BARRIER, self.board, self.out, chosen)
+                self._announce(span, self.board, settings)
             else:
                 self._route = self._make_route(group, settings.head_by_head)
                 if settings.consumes:
@@ -85,6 +84,18 @@ class UlyssesCall:
         self._q_shape = (layout.batch, layout.q_rows(self.q_order), layout.heads[self.rank], layout.head_dim)
         self._kv_shape = (layout.batch, layout.seq_len, kv_heads, layout.head_dim)
         self.key = enlist(self)
+
+    def _announce(self, span: Span, board: ArrivalBoard, settings: Settings) -> None:
+        """Rows announce themselves: to a consumer, part by part, or to the kernel, which then ends when all are there."""
+        rows = self.layout.local_rows(self.rank)
+        parts = choose_parts(rows, board.block_rows, settings.parts if settings.consumes else None)
+        in_kernel = awaits_rows(self.backend) and len(parts.ranges) == 1 and parts.waits
+        delivery = self._make_delivery(span, settings.head_by_head, board.awaited(rows) if in_kernel else None)
+        if settings.consumes:
+            enters = self.ordering == BARRIER
+            self.consumption = AsRowsArrive(span, delivery, enters, board, self.out, parts, in_kernel)
+        else:
+            self._route = ArrivedRoute(span, delivery)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, consume: Consumer | None = None) -> torch.Tensor:
         """Attention and delivery, on the current stream; returns ``out``.
@@ -181,12 +192,12 @@ class UlyssesCall:
 
         return torch.empty(layout.span_shape, dtype=dtype, device=self._device) if span is None else span.local()
 
-    def _make_delivery(self, span: Span, head_by_head: bool) -> FusedDelivery:
+    def _make_delivery(self, span: Span, head_by_head: bool, awaited: Awaited | None = None) -> FusedDelivery:
         layout, rank, scale, causal = self.layout, self.rank, self.softmax_scale, self.causal
         plan = fused_plan(layout, rank, self.q_order, causal, head_by_head)
         slots = span.slots(plan.first_rank)
         counters = None if self.board is None else self.board.slots(plan.first_rank)
-        return FusedDelivery(plan, layout, rank, slots, self._dtype, self.backend, scale, causal, counters)
+        return FusedDelivery(plan, layout, rank, slots, self._dtype, self.backend, scale, causal, counters, awaited)
 
     def _make_route(self, group: Any, head_by_head: bool) -> Route:
         layout, rank, scale, causal = self.layout, self.rank, self.softmax_scale, self.causal

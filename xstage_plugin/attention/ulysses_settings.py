@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from xstage_plugin.attention.agreement import require_same
 from xstage_plugin.attention.arrival_rows import checked_parts
 from xstage_plugin.attention.arrivals import ArrivalCounters, counter_shape
-from xstage_plugin.attention.arriving_backend import block_rows_of
+from xstage_plugin.attention.arriving_backend import awaits_rows, block_rows_of
 from xstage_plugin.attention.backends import AttentionBackend, candidates, output_dtype
 from xstage_plugin.attention.launch_plan import fused_plan
 from xstage_plugin.attention.layout import UlyssesLayout
 from xstage_plugin.attention.mode_choice import AUTO, ModeChoice, checked_mode, choose_mode
-from xstage_plugin.attention.routes import ORDERINGS, Span
+from xstage_plugin.attention.routes import BARRIER, ORDERINGS, Span
 from xstage_plugin.attention.span_errors import GroupMismatchError
 from xstage_plugin.burst_gap.catalog import platform_for
 from xstage_plugin.checks import positive, shown, unknown_name
@@ -44,7 +44,7 @@ class Settings:
 class Fact:
     """What a rank found: the mode that it would run, and for each kernel why it cannot run it (empty if it can).
 
-    ``block_rows``: for each kernel the rows of a block that it announces to a consumer, None where it does not.
+    ``block_rows``: for each kernel the rows of a block that it announces, None where it does not.
     """
 
     settings: Settings
@@ -96,10 +96,18 @@ def examine(
     kernels = candidates(backend)
     refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in kernels)
     block_rows = tuple(
-        block_rows_of(kernel, layout.head_dim, dtype, settings.causal) if settings.consumes and not refused else None
+        block_rows_of(kernel, layout.head_dim, dtype, settings.causal) if not refused and _counts(settings, kernel) else None
         for kernel, (_, refused) in zip(kernels, refusals, strict=True)
     )
     return Fact(settings, span is not None, counters is not None, choice, refusals, block_rows)
+
+
+def _counts(settings: Settings, kernel: AttentionBackend) -> bool:
+    """Whether rows announce their arrival: to a consumer, or to a kernel that waits in place of the closing barrier.
+
+    With ``inputs`` the caller's exchange may rely on that barrier: it also says that no peer reads its q, k and v any more.
+    """
+    return settings.consumes or (settings.ordering == BARRIER and awaits_rows(kernel))
 
 
 def _require_fits(what: str, span: Span, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> None:
