@@ -6,7 +6,8 @@ On Blackwell, where nobody ran it, set XSTAGE_ALLOW_UNRUN=1.
 
 Output and counters lie in local memory of the form that peers' memory has. Output buffers hold NaN before each run and are
 compared as a whole, so that a row that nobody wrote and a store beside the output are both seen. Cases after the limit are
-named and count as failures.
+named and count as failures. Cases with awaited rows (--only awaits) wait for the very counters that they raise: the kernel must
+leave them at 0, and must not end while one tile that another stream counts is missing.
 """
 
 import argparse
@@ -26,12 +27,16 @@ LAUNCHES = 3
 IN_FLIGHT = 20
 # How the destinations of a launch stand: none (one destination), as the kernel's batch, as its heads.
 ONE, BATCH, HEADS = "one", "slots as batch", "head by head"
+LATE_S = 2e-3  # how long a missing tile is held back
 SPARE_ROWS = 5  # counters have more rows than a launch writes, as where ranks own unequally many
 
 
 @dataclass(frozen=True)
 class Case:
-    """One launch; ``slots`` destinations where ``form`` is not ``ONE``, else a batch of so many sequences."""
+    """One launch; ``slots`` destinations where ``form`` is not ``ONE``, else a batch of so many sequences.
+
+    ``ctas``: at most so many; 0: all SMs. ``awaits``: the kernel waits for its own counters. ``late``: and for one tile more.
+    """
 
     rows: int
     heads: int
@@ -42,15 +47,28 @@ class Case:
     form: str = ONE
     dtype: torch.dtype = BF16
     causal: bool = False
+    ctas: int = 0
+    awaits: bool = False
+    late: bool = False
 
     def __str__(self):
         kv = f"{self.kv_rows or self.rows} keys, {self.kv_heads or self.heads} kv heads"
         what = f"{self.slots} x {self.rows} rows, {self.heads} heads, d {self.head_dim}, {kv}, {self.form}"
-        return what + (", fp16" if self.dtype == FP16 else "") + (", causal" if self.causal else "")
+        what += (", fp16" if self.dtype == FP16 else "") + (", causal" if self.causal else "")
+        what += f", {self.ctas} CTAs" if self.ctas else ""
+        return what + (", awaits" if self.awaits else "") + (" a late tile" if self.late else "")
 
 
 # In this order, and neighbours share a kernel: what matters most has been run when time runs out.
 CASES = (
+    *(
+        Case(rows, heads, slots=batch, awaits=True)
+        for rows, heads, batch in ((1, 1, 1), (1000, 5, 1), (129, 2, 2), (1000, 3, 3))
+    ),
+    *(Case(4100, 4, kv_rows=8192, slots=2, form=form, awaits=True) for form in (HEADS, BATCH)),
+    *(Case(1000, 5, slots=batch, awaits=True, late=True) for batch in (1, 2)),
+    *(Case(rows, 4, slots=batch, ctas=3, awaits=True) for rows, batch in ((20000, 1), (1000, 3))),
+    *(Case(rows, 4, causal=True, slots=batch, awaits=True) for rows, batch in ((1000, 1), (129, 3), (8192, 1))),
     *(Case(rows, heads) for rows, heads in ((1, 1), (127, 2), (128, 3), (129, 4), (1000, 5), (8192, 4))),
     *(Case(rows, 2, slots=batch) for rows, batch in ((129, 2), (1000, 3))),
     Case(1, 4, kv_rows=8192),
@@ -109,8 +127,14 @@ class Launch:
     def raised(self, block_rows, launches):
         """What the counters hold after so many launches."""
         counters = torch.zeros(self.case.slots, self.case.rows + SPARE_ROWS, dtype=torch.int32, device="cuda")
-        counters[:, : self.case.rows : block_rows] = launches * self.case.heads
+        if not self.case.awaits:
+            counters[:, : self.case.rows : block_rows] = launches * self.case.heads
         return counters
+
+    def awaits(self, counters):
+        """How a launch waits for the tiles that it announces."""
+        case = self.case
+        return {"awaits": counters[:, : case.rows], "expected": case.heads + case.late} if case.awaits else {}
 
     def attention(self):
         return {"softmax_scale": self.case.head_dim**-0.5, "causal": self.case.causal}
@@ -120,16 +144,53 @@ def bits(tensor):
     return tensor.view(torch.int16)
 
 
+def faults_when_late(launch, kernel, got, view, expected):
+    """What is wrong with a kernel that waits for a tile of every block that another stream counts later."""
+    case = launch.case
+    counters, arrivals = launch.counters()
+    blocks = counters[:, : case.rows : kernel.block_rows(case.head_dim, case.dtype, case.causal)]
+    assert blocks.numel() * case.heads < torch.cuda.get_device_properties(0).multi_processor_count, "no SM is left to count"
+    other, ended = torch.cuda.Stream(), torch.cuda.Event()
+
+    def count():
+        with torch.cuda.stream(other):
+            blocks.add_(1)
+
+    def attend():
+        kernel.announce(launch.q, launch.k, launch.v, view, arrivals, **launch.attention(), **launch.awaits(counters))
+
+    # Once with nothing late: a kernel that is loaded for its first launch may wait for those that run.
+    count()
+    torch.cuda.synchronize()
+    attend()
+    torch.cuda.synchronize()
+    attend()
+    ended.record()
+    time.sleep(LATE_S)
+    if ended.query():
+        yield "the kernel ended before the last tile was counted"
+    count()
+    torch.cuda.synchronize()
+    if counters.any():
+        yield f"{int(counters.count_nonzero())} counters are not cleared"
+    if not torch.equal(bits(got), bits(expected)):
+        yield f"{int((bits(got) != bits(expected)).sum())} of {got.numel()} values differ"
+
+
 def faults(case, kernel):
     """What is wrong with a case, in words."""
     launch = Launch(case)
     expected, view = launch.output()
     kernel(launch.q, launch.k, launch.v, view, **launch.attention())
+    if case.late:
+        yield from faults_when_late(launch, kernel, *launch.output(), expected)
+        return
     counters, arrivals = launch.counters()
     block_rows = kernel.block_rows(case.head_dim, case.dtype, case.causal)
+    how = launch.attention() | launch.awaits(counters)
     for number in range(1, LAUNCHES + 1):
         got, view = launch.output()
-        kernel.announce(launch.q, launch.k, launch.v, view, arrivals, **launch.attention())
+        kernel.announce(launch.q, launch.k, launch.v, view, arrivals, **how)
         torch.cuda.synchronize()
         if not torch.equal(bits(got), bits(expected)):
             yield f"launch {number}: {int((bits(got) != bits(expected)).sum())} of {got.numel()} values differ"
@@ -137,7 +198,7 @@ def faults(case, kernel):
             wrong = (counters != launch.raised(block_rows, number)).nonzero()[:4].tolist()
             yield f"launch {number}: counters are wrong at {wrong} and maybe elsewhere"
     for _ in range(IN_FLIGHT):
-        kernel.announce(launch.q, launch.k, launch.v, view, arrivals, **launch.attention())
+        kernel.announce(launch.q, launch.k, launch.v, view, arrivals, **how)
     torch.cuda.synchronize()
     if not torch.equal(counters, launch.raised(block_rows, LAUNCHES + IN_FLIGHT)):
         yield f"{IN_FLIGHT} launches in flight: counters are wrong"
@@ -146,13 +207,16 @@ def faults(case, kernel):
 
 
 def arms(rows, kernel):
-    """The same launch by the stock kernel, by ours with counters, by ours without: 4 heads to 2 destinations."""
-    launch = Launch(Case(rows // 2, 4, kv_rows=rows, slots=2, form=HEADS))
+    """The same launch by the stock kernel, by ours with counters, with awaited ones, without: 4 heads to 2 destinations."""
+    launch = Launch(Case(rows // 2, 4, kv_rows=rows, slots=2, form=HEADS, awaits=True))
     view, arrivals = launch.output()[1], launch.counters()[1]
+    cleared, awaited = launch.counters()
+    waits = launch.awaits(cleared)
     inputs, scale = (launch.q, launch.k, launch.v, view), launch.case.head_dim**-0.5
     return {
         "stock": lambda: kernel(*inputs, softmax_scale=scale, causal=False),
         "counters": lambda: kernel.announce(*inputs, arrivals, softmax_scale=scale, causal=False),
+        "awaits": lambda: kernel.announce(*inputs, awaited, softmax_scale=scale, causal=False, **waits),
         "no counters": lambda: fa4_launch.launch(*inputs, None, None, scale, False, None),
     }
 
@@ -177,9 +241,9 @@ def measured_us(graph, calls):
 
 
 def print_times(kernel, rounds):
-    print(
-        f"{'rows':>6} {'stock us':>9} {'counters us':>12} {'no counters us':>15} {'counters / stock':>17} {'/ no counters':>14}"
-    )
+    columns = ("stock", "counters", "awaits", "no counters")
+    heading = " ".join(f"{name + ' us':>15}" for name in columns)
+    print(f"{'rows':>6} {heading} {'counters / stock':>17} {'awaits / counters':>18}")
     for rows, calls in ((8192, 20), (16384, 10), (32768, 5)):
         graphs = {name: graph_of(call, calls) for name, call in arms(rows, kernel).items()}
         times = {name: [] for name in graphs}
@@ -188,8 +252,10 @@ def print_times(kernel, rounds):
                 time_us = measured_us(graphs[name], calls)
                 if number:  # the first round warms up
                     times[name].append(time_us)
-        stock, counted, bare = (statistics.median(times[name]) for name in ("stock", "counters", "no counters"))
-        print(f"{rows:6} {stock:9.1f} {counted:12.1f} {bare:15.1f} {counted / stock:17.4f} {counted / bare:14.4f}", flush=True)
+        medians = [statistics.median(times[name]) for name in columns]
+        stock, counted, awaited, _ = medians
+        row = " ".join(f"{median:15.1f}" for median in medians)
+        print(f"{rows:6} {row} {counted / stock:17.4f} {awaited / counted:18.4f}", flush=True)
 
 
 def print_spans(kernel, rows=8192):
@@ -217,6 +283,7 @@ def main():
     arguments = parser.parse_args()
     started = time.monotonic()
     kernel = FlashAttention4Arrival()
+    few = {ctas: FlashAttention4Arrival(sms=ctas) for ctas in {case.ctas for case in CASES} if ctas}
     refusal = kernel.refusal(128, BF16, torch.device("cuda", 0))
     if refusal:
         sys.exit(refusal)
@@ -230,7 +297,7 @@ def main():
             print_spans(kernel)
             timed = True
         late = time.monotonic() - started > arguments.limit_s
-        found = ["not run: out of time"] if late else list(faults(case, kernel))
+        found = ["not run: out of time"] if late else list(faults(case, few.get(case.ctas, kernel)))
         failed += [case] if found else []
         print(f"{time.monotonic() - started:6.1f} s  {'FAILED' if found else 'ok':6} {case}  {'; '.join(found)}", flush=True)
     if not timed:

@@ -101,6 +101,7 @@ def compiled(
     rows=4096,
     counters=True,
     spans=False,
+    awaits=False,
     stock=False,
 ):
     """Our kernel, or with ``stock`` upstream's for the same tensors: its PTX and what it takes of an SM."""
@@ -114,7 +115,9 @@ def compiled(
         if stock:
             upstream_forward(*operands, causal)
         else:
-            fa4_launch.build(*operands, arrivals if counters else None, times, 0.1, causal, SMS)
+            own = torch.empty(2, rows, dtype=torch.int32, device="cuda") if awaits else None
+            signals = (arrivals if counters else None, times, own, 8 if awaits else None)
+            fa4_launch.build(*operands, *signals, 0.1, causal, SMS)
     made = {path.suffix: path for path in set(folder.iterdir()) - before}
     found, ptx = attributes(made[".cubin"].read_bytes()), made[".ptx"].read_text().rstrip("\0")
     for path in made.values():

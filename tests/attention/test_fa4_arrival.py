@@ -9,6 +9,7 @@ from xstage_plugin.attention.fa4_arrival import (
     generation_refusal,
     installed_refusal,
     refusal_of,
+    require_awaits,
     require_counters,
 )
 from xstage_plugin.errors import InvalidInputError
@@ -105,3 +106,27 @@ def test_the_stride_of_a_single_row_does_not_matter():
 def test_what_a_kernel_could_not_announce_is_refused(change, message):
     with pytest.raises(InvalidInputError, match=message):
         require_counters(**counters(**change))
+
+
+def awaited(**changes):
+    return {"awaits": (2, 300), "dtype": "torch.int32", "stride": 1, "expected": 8, "queries": 2 * 300 * 4 * 128} | changes
+
+
+@pytest.mark.parametrize("change", [{}, {"awaits": (2, 1), "stride": 7}, {"awaits": (2, 0)}, {"expected": 1}])
+def test_a_kernel_awaits_counters_with_contiguous_rows(change):
+    require_awaits(**awaited(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"awaits": (300,)}, r"awaits are torch.int32 \[300\] .* expected torch.int32 \[sequences, local rows\]"),
+        ({"dtype": "torch.int64"}, "awaits are torch.int64 .* expected torch.int32"),
+        ({"stride": 8}, "innermost stride 8; expected .* with stride 1"),
+        ({"expected": 0}, "expected is 0 tiles of a row block; expected the number of heads"),
+        ({"queries": 0}, "q has no rows or no heads; expected some where rows are awaited"),
+    ],
+)
+def test_what_a_kernel_could_not_await_is_refused(change, message):
+    with pytest.raises(InvalidInputError, match=message):
+        require_awaits(**awaited(**change))

@@ -48,11 +48,15 @@ class FlashAttention4Arrival(FlashAttention4):
             stays free where CTAs come in pairs (Blackwell, head dimension 128, not causal), and a pair is the least.
         allow_unrun: also the kernel for Blackwell, which compiles and was never run by us; XSTAGE_ALLOW_UNRUN=1 says the same.
 
+    Attributes:
+        awaits_rows: ``announce`` takes ``awaits``.
+
     Raises:
         InvalidInputError: ``sms`` below 1.
     """
 
     name = "fa4-arrival"
+    awaits_rows = True
 
     def __init__(self, sms: int | None = None, allow_unrun: bool = False) -> None:
         if sms is not None and sms < 1:
@@ -90,6 +94,8 @@ class FlashAttention4Arrival(FlashAttention4):
         softmax_scale: float,
         causal: bool,
         spans: torch.Tensor | None = None,
+        awaits: torch.Tensor | None = None,
+        expected: int = 0,
     ) -> None:
         """As a call, and for every tile (m, h, b) that is complete in ``out`` adds 1 to ``arrivals[b, h, m * block_rows]``.
 
@@ -100,16 +106,24 @@ class FlashAttention4Arrival(FlashAttention4):
             arrivals: int32 [b, h, rows], rows contiguous, other strides as they come (0 too).
             spans: int64 of ``fa4_launch.spans_shape``: when each tile's store was issued, its shared memory free and the store
                 complete, in ns of the global timer and cycles of the SM. None costs nothing.
+            awaits: int32 [B, local rows], rows contiguous, this rank's own counters: the kernel ends only when those of all row
+                blocks have reached ``expected``, and clears them. It holds SMs until then, and traps after 600 s or where a
+                counter exceeds ``expected``. None: it ends with its own tiles, and is the very same kernel as without.
+            expected: tiles of a row block, over the heads of all ranks.
 
         Raises:
-            InvalidInputError: keys of length 0 (no tile would be computed), or counters of another shape or type.
+            InvalidInputError: keys of length 0 (no tile would be computed), counters of another shape or type, no row of q
+                to compute where rows are awaited, or ``expected`` below 1 there.
         """
+        if awaits is not None:
+            require_awaits(tuple(awaits.shape), str(awaits.dtype), awaits.stride(-1), expected, q.numel())
+            awaits = awaits if awaits.numel() else None
         require_counters(tuple(out.shape), k.shape[1], tuple(arrivals.shape), str(arrivals.dtype), arrivals.stride(-1))
         if not q.numel():
             return
         from xstage_plugin.attention.kernels.fa4_launch import launch
 
-        launch(q, k, v, out, arrivals, spans, softmax_scale, causal, self.sms)
+        launch(q, k, v, out, arrivals, spans, softmax_scale, causal, self.sms, awaits, expected)
 
 
 def require_counters(out: tuple[int, ...], kv_rows: int, arrivals: tuple[int, ...], dtype: str, stride: int) -> None:
@@ -122,6 +136,23 @@ def require_counters(out: tuple[int, ...], kv_rows: int, arrivals: tuple[int, ..
         )
     if not kv_rows:
         raise InvalidInputError("keys and values have no rows; expected at least 1: no tile would be computed, none announced")
+
+
+def require_awaits(awaits: tuple[int, ...], dtype: str, stride: int, expected: int, queries: int) -> None:
+    """Raise InvalidInputError unless a kernel for so many values of q can wait for counters of this shape, type and stride."""
+    if len(awaits) != 2 or dtype != "torch.int32" or (stride != 1 and awaits[1] > 1):
+        raise InvalidInputError(
+            f"awaits are {dtype} {list(awaits)} with innermost stride {stride}; expected torch.int32 [sequences, local rows] "
+            "with stride 1"
+        )
+    if expected < 1:
+        raise InvalidInputError(
+            f"expected is {expected} tiles of a row block; expected the number of heads of all ranks, from 1 on"
+        )
+    if not queries:
+        raise InvalidInputError(
+            "q has no rows or no heads; expected some where rows are awaited: no kernel would run, none wait"
+        )
 
 
 def generation_refusal(major: int, minor: int, allow_unrun: bool) -> str:

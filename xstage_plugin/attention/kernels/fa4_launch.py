@@ -71,7 +71,9 @@ def kernel_arguments(head_dim: int, causal: bool, rows: int) -> dict:
     }
 
 
-def launch(q, k, v, out, arrivals, spans, softmax_scale: float, causal: bool, sms: int | None) -> None:
+def launch(
+    q, k, v, out, arrivals, spans, softmax_scale: float, causal: bool, sms: int | None, awaits=None, expected: int = 0
+) -> None:
     """Run attention into ``out`` on the current stream.
 
     Args:
@@ -80,27 +82,32 @@ def launch(q, k, v, out, arrivals, spans, softmax_scale: float, causal: bool, sm
         spans: int64 of :func:`spans_shape`, or None.
         softmax_scale, causal: the attention.
         sms: CTAs to launch at most; None: one on each SM.
+        awaits: int32 [sequences, rows], or None.
+        expected: what they count up to.
     """
     q, k, v = (maybe_contiguous(x.detach()) for x in (q, k, v))
     ctas = sms or _sm_count(q.device.index)
-    operands = (q, k, v, out, arrivals, spans)
+    operands = (q, k, v, out, arrivals, spans, awaits)
+    numbers = (None if awaits is None else expected, softmax_scale)
     # CuTe keeps strides of 0 in the kernel's type.
     broadcasts = tuple(None if x is None else get_broadcast_dims(x) for x in operands)
     choices = tuple(kernel_arguments(q.shape[3], causal, q.shape[1]).values())
     key = (q.dtype, q.shape[3], q.shape[2] // k.shape[2], causal, ctas, choices, broadcasts)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = build(*operands, softmax_scale, causal, ctas)
-    kernel(*operands, softmax_scale)
+        kernel = _kernels[key] = build(*operands, *numbers, causal, ctas)
+    kernel(*operands, *numbers)
 
 
-def build(q, k, v, out, arrivals, spans, softmax_scale: float, causal: bool, ctas: int):
+def build(q, k, v, out, arrivals, spans, awaits, expected: int | None, softmax_scale: float, causal: bool, ctas: int):
     """The compiled kernel for tensors like these; also takes fake tensors, and then needs no GPU."""
     return cute.compile(
         forward(q, k, causal, ctas),
         *(to_cute_tensor(x) for x in (q, k, v, out)),
         to_cute_tensor(arrivals, assumed_align=4),
         to_cute_tensor(spans, assumed_align=8),
+        to_cute_tensor(awaits, assumed_align=4),
+        None if expected is None else cutlass.Int32(expected),
         cutlass.Float32(softmax_scale),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

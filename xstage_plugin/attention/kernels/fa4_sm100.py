@@ -5,7 +5,8 @@
 Upstream's CTA already takes tile after tile, and a warp of its own already stores the output, of which a work tile has one tile
 of ``m_block_size`` rows for each Q stage. Here that warp also waits until the stores of its work tile are complete (not only
 read) and then raises one counter for each output tile. It has nothing else to do until the next work tile is computed, and has
-freed the shared memory before it waits, so that only a link that is busy for longer than that can hold the other warps.
+freed the shared memory before it waits, so that only a link that is busy for longer than that can hold the other warps. Behind
+the CTA's last tile it waits for rows of this rank, where that is asked for.
 
 In a kernel of CTA pairs a work tile belongs to the pair. Of every Q stage the first CTA has the first ``m_block_size`` rows and
 the second CTA the next ones; each stores and announces its own.
@@ -48,11 +49,13 @@ class ArrivingForwardSm100(FlashAttentionForwardSm100):
         out: cute.Tensor,
         arrivals: cute.Tensor | None,
         spans: cute.Tensor | None,
+        awaits: cute.Tensor | None,
+        expected: Int32 | None,
         softmax_scale: Float32,
         stream: cuda.CUstream = None,
     ):
-        """Launch on q and out [b, rows, h, d], k and v [b, kv_rows, h_kv, d]; arrivals and spans as :class:`Delivery`'s."""
-        self.TileScheduler = _Scheduling(self.order, arrivals, spans, self.num_sms)
+        """Launch on q and out [b, rows, h, d], k and v [b, kv_rows, h_kv, d]; the next four as :class:`Delivery`'s."""
+        self.TileScheduler = _Scheduling(self.order, (arrivals, spans, awaits, expected), self.num_sms)
         FlashAttentionForwardSm100.__call__(self, q, k, v, out, None, softmax_scale, stream=stream)
 
     def epilogue_s2g(self, *args, **kwargs):
@@ -98,6 +101,7 @@ class ArrivingForwardSm100(FlashAttentionForwardSm100):
                             delivery.announce(row, head, batch)
             phase ^= 1
             work = walk.advance_to_next_work()
+        delivery.await_rows(self.m_block_size)
 
     @cute.jit
     def stamp(self, delivery, entry: cutlass.Constexpr, out, block, head, batch):
@@ -113,16 +117,16 @@ class _Scheduling:
 
     Args:
         order: upstream's scheduler class.
-        arrivals, spans: as :class:`Delivery`'s.
+        signals: arrivals, spans, awaits and expected as :class:`Delivery`'s.
         num_sms: CTAs to launch at most.
     """
 
-    def __init__(self, order, arrivals, spans, num_sms):
-        self._order, self._arrivals, self._spans, self._num_sms = order, arrivals, spans, num_sms
+    def __init__(self, order, signals, num_sms):
+        self._order, self._signals, self._num_sms = order, signals, num_sms
 
     def to_underlying_arguments(self, args, *, scheduling_mode):
         order = self._order.to_underlying_arguments(args, scheduling_mode=scheduling_mode)
-        return Delivery(order, None, None, self._arrivals, self._spans)
+        return Delivery(order, None, None, *self._signals)
 
     def get_grid_shape(self, delivery):
         cluster = delivery.order.cluster_shape_m

@@ -6,7 +6,7 @@ Upstream's CTA ends with its tile: the first MMA warp issues the output's TMA st
 Here a CTA takes tile after tile, and an idle warp of the producer warp group stores: the MMA warps write a tile into shared
 memory, tell that warp, and go on. It issues the store, frees the memory for the next tile, waits until the stores are complete
 (not only read) and then raises the tile's counter at its destination, so that only a link that is busy for longer than a
-whole tile takes can hold the MMA warps.
+whole tile takes can hold the MMA warps. Behind the CTA's last tile it waits for rows of this rank, where that is asked for.
 
 Nothing of the arithmetic changes: loading, both products and the softmax are upstream's methods with upstream's tile sizes.
 """
@@ -14,7 +14,7 @@ Nothing of the arithmetic changes: loading, both products and the softmax are up
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from flash_attn.cute import utils
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
@@ -53,11 +53,13 @@ class ArrivingForwardSm90(FlashAttentionForwardSm90):
         out: cute.Tensor,
         arrivals: cute.Tensor | None,
         spans: cute.Tensor | None,
+        awaits: cute.Tensor | None,
+        expected: Int32 | None,
         softmax_scale: Float32,
         stream: cuda.CUstream = None,
     ):
-        """Launch on q and out [b, rows, h, d], k and v [b, kv_rows, h_kv, d]; arrivals and spans as :class:`Delivery`'s."""
-        self.arrivals, self.spans = arrivals, spans
+        """Launch on q and out [b, rows, h, d], k and v [b, kv_rows, h_kv, d]; the next four as :class:`Delivery`'s."""
+        self.signals = (arrivals, spans, awaits, expected)
         FlashAttentionForwardSm90.__call__(self, q, k, v, out, None, softmax_scale, stream=stream)
 
     def kernel(self, *args):
@@ -66,7 +68,7 @@ class ArrivingForwardSm90(FlashAttentionForwardSm90):
         order = given["tile_sched_params"]
         if not isinstance(order, SingleTileLPTScheduler.Params):
             order = StaticPersistentTileScheduler.to_underlying_arguments(order)
-        delivery = Delivery(order, given["mO"], given["tma_atom_O"], self.arrivals, self.spans)
+        delivery = Delivery(order, given["mO"], given["tma_atom_O"], *self.signals)
         given |= {"tile_sched_params": delivery, "TileScheduler": TurningWalk, "tma_atom_O": None}
         return _Launch(FlashAttentionForwardSm90.kernel(self, **given), cutlass.min(self.num_sms, delivery.tiles()))
 
@@ -140,6 +142,7 @@ class ArrivingForwardSm90(FlashAttentionForwardSm90):
                     delivery.announce(m_block * self.tile_m, head, batch)
             walk.advance_to_next_work()
             work = walk.get_current_work()
+        delivery.await_rows(self.tile_m)
 
     def _free_out(self):
         for group in range(self.num_wg_mma):

@@ -12,6 +12,8 @@ from cutlass import Int32, Int64, const_expr
 from flash_attn.cute.tile_scheduler import SingleTileLPTScheduler, StaticPersistentTileScheduler
 from quack.cute_dsl_utils import ParamsBase
 
+from xstage_plugin.attention.kernels.row_wait import await_rows
+
 # The entries of a span, each as (nanoseconds of the global timer, cycles of the SM).
 ISSUED, SMEM_FREE, COMPLETE = range(3)
 SPAN_SHAPE = (3, 2)
@@ -29,6 +31,8 @@ class Delivery(ParamsBase):
         store: its copy atom, or None likewise.
         arrivals: int32 [b, h, rows], or None: nothing is announced.
         spans: int64 [b, h, row blocks, 3, 2], or None: nothing is timed.
+        awaits: int32 [sequences, rows], this rank's own counters, or None: the kernel ends with its own last tile.
+        expected: what they count up to; None likewise.
     """
 
     order: ParamsBase
@@ -36,6 +40,8 @@ class Delivery(ParamsBase):
     store: cute.CopyAtom | None
     arrivals: cute.Tensor | None
     spans: cute.Tensor | None
+    awaits: cute.Tensor | None
+    expected: Int32 | None
 
     def tiles(self):
         """Number of tiles, whatever the order."""
@@ -54,6 +60,12 @@ class Delivery(ParamsBase):
         if const_expr(self.arrivals is not None):
             entry = self.arrivals.iterator + cute.crd2idx((batch, head, row), self.arrivals.layout)
             cute.arch.red(entry, Int32(1), op="add", dtype="u32", sem="relaxed", scope="sys")
+
+    @cute.jit
+    def await_rows(self, block_rows: cutlass.Constexpr):
+        """Return when this CTA's share of this rank's rows has arrived. The storing warp, behind its last announcement."""
+        if const_expr(self.awaits is not None):
+            await_rows(self.awaits, self.expected, block_rows)
 
     @cute.jit
     def stamp(self, entry: cutlass.Constexpr, block, head, batch):
