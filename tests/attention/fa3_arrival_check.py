@@ -5,7 +5,8 @@
 PACKAGE is a build of the tree without XSTAGE_ARRIVALS, importable under a name of its own, which is also the namespace of its
 operators. Without it the reference is the patched build's own call, without counters. Output and counters lie in local memory
 of the form that peers' memory has. Output buffers hold NaN before each run and are compared as a whole, so that a row that
-nobody wrote and a store beside the output are both seen. Cases after the limit are named and count as failures.
+nobody wrote and a store beside the output are both seen. Every case also runs with a wait for its own counters, and some with
+a count that comes late from another stream. Cases after the limit are named and count as failures.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from xstage_plugin.attention.fa3_arrival import FlashAttention3Arrival
 BF16, FP16 = torch.bfloat16, torch.float16
 LAUNCHES = 3
 CALLS, TRIALS = 10, 20
+LATE_CYCLES = 4_000_000  # about 2 ms, of launches that are over in a tenth of it
 SPARE_ROWS, SPARE_HEADS = 5, 1
 # What the destinations of a launch are to the kernel: its batch, or its heads (then its batch are this rank's heads).
 BATCH, HEADS = "slots as batch", "slots as heads"
@@ -63,6 +65,14 @@ CASES = (
     Case(1000, 4, kv_rows=3000, causal=True),
     *(Case(4096, 4, sms=sms, causal=causal) for sms in (2, 101) for causal in (False, True)),
     *(Case(rows, 4, d, dtype=FP16, causal=causal) for rows in (129, 4096) for d in (128, 64) for causal in (False, True)),
+)
+
+
+# With SMs left for the stream that is late. Few CTAs wait for many blocks, many for few.
+LATE_CASES = (
+    Case(4096, 1, slots=3, kv_rows=64, sms=2),
+    Case(1000, 4, slots=2, kv_rows=64, form=HEADS, sms=100),
+    Case(1000, 3, 64, causal=True, sms=100),
 )
 
 
@@ -114,8 +124,10 @@ class Launch:
     def settings(self):
         return {"softmax_scale": self.case.head_dim**-0.5, "causal": self.case.causal}
 
-    def announce(self, out, counters):
-        self.kernel.announce(self.q, self.k, self.v, self.view(out), self.arrivals(counters), **self.settings())
+    def announce(self, out, counters, expected=0):
+        """``expected``: count of a block to wait for; 0: no wait."""
+        awaited = {"awaits": counters[:, : self.case.rows], "expected": expected} if expected else {}
+        self.kernel.announce(self.q, self.k, self.v, self.view(out), self.arrivals(counters), **self.settings(), **awaited)
 
     def call(self, out):
         self.kernel(self.q, self.k, self.v, self.view(out), **self.settings())
@@ -169,7 +181,41 @@ def wrong_with(case, stock):
                 f"launch {launches}: {len(bad)} counters wrong, at {first} {int(counters[first])} instead of "
                 f"{int(launch.expected(launches)[first])}"
             )
-    return "; ".join(wrong)
+    out, counters = launch.fresh_out(), launch.fresh_counters()
+    launch.announce(out, counters, expected=case.heads)
+    torch.cuda.synchronize()
+    return "; ".join(wrong + wrong_after_wait(reference, out, counters))
+
+
+def wrong_after_wait(reference, out, counters):
+    wrong = [] if same_bits(reference, out) else ["with a wait: other bits than stock"]
+    return wrong + (["with a wait: counters were not cleared"] if counters.any() else [])
+
+
+def wrong_with_late_count(case, stock):
+    """What is wrong with a launch whose last block lacks one count until another stream adds it; as :func:`wrong_with`."""
+    if FlashAttention3Arrival().refusal(case.head_dim, case.dtype, torch.device("cuda")):
+        return None
+    launch = Launch(case)
+    reference, out, counters = launch.fresh_out(), launch.fresh_out(), launch.fresh_counters()
+    stock(launch, reference)
+    last_row = (case.rows - 1) // launch.block * launch.block
+    counters[:, : case.rows : launch.block] += 1
+    late = counters[-1, last_row : last_row + 1]
+    late -= 1
+    launch.call(torch.empty_like(out))  # loads the kernel
+    torch.cuda.synchronize()
+    about_to_add, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(LATE_CYCLES)
+        about_to_add.record()
+        late += 1
+    launch.announce(out, counters, expected=case.heads + 1)
+    ended.record()
+    torch.cuda.synchronize()
+    wrong = wrong_after_wait(reference, out, counters)
+    early_ms = ended.elapsed_time(about_to_add)
+    return "; ".join(wrong + ([f"it ended {early_ms:.3f} ms before the late count"] if early_ms > 0 else []))
 
 
 def graph_of(call):
@@ -195,12 +241,13 @@ def replay_us(graph):
 def time_arms(seq_len, stock):
     """Median us of a call by arm, arms in turn and in reverse."""
     launch = Launch(Case(seq_len // 2, 4, slots=2, kv_rows=seq_len))
-    out, counters = launch.fresh_out(), launch.fresh_counters()
+    out, counters, awaited = launch.fresh_out(), launch.fresh_counters(), launch.fresh_counters()
     arms = {
         "stock": graph_of(lambda: stock(launch, out)),
         "stock again": graph_of(lambda: stock(launch, out)),
         "patched, no counters": graph_of(lambda: launch.call(out)),
         "patched, counters": graph_of(lambda: launch.announce(out, counters)),
+        "patched, counters and wait": graph_of(lambda: launch.announce(out, awaited, expected=launch.case.heads)),
     }
     samples = {name: [] for name in arms}
     for trial in range(TRIALS + 2):
@@ -224,20 +271,24 @@ def main():
     if refusal:
         sys.exit(refusal)
     stock = stock_call(options.stock) if options.stock else lambda launch, out: launch.call(out)
-    chosen = [case for case in CASES if any(text in str(case) for text in options.only.split(","))]
+    checks = [(case, str(case), wrong_with) for case in CASES]
+    checks += [(case, f"{case}, one count late", wrong_with_late_count) for case in LATE_CASES]
+    chosen = [check for check in checks if any(text in check[1] for text in options.only.split(","))]
     faults, passed, absent = [], 0, []
-    for case in chosen:
+    for case, name, check in chosen:
         if time.monotonic() - began > options.limit_s:
-            faults.append(f"{case}: not run, the limit of {options.limit_s:g} s was reached")
+            faults.append(f"{name}: not run, the limit of {options.limit_s:g} s was reached")
             continue
-        wrong = wrong_with(case, stock)
+        wrong = check(case, stock)
         if wrong is None:
-            absent.append(str(case))
+            absent.append(name)
         elif wrong:
-            faults.append(f"{case}: {wrong}")
+            faults.append(f"{name}: {wrong}")
         else:
             passed += 1
-    print(f"{passed} of {len(chosen)} cases: same bits as stock and every counter right over {LAUNCHES} launches")
+    print(
+        f"{passed} of {len(chosen)} cases: same bits as stock, every counter right over {LAUNCHES} launches and 0 after a wait"
+    )
     print(f"no kernel in this build: {len(absent)} cases{': ' + '; '.join(absent) if absent else ''}")
     print("\n".join(faults) or "no fault", flush=True)
     if not options.no_timing:

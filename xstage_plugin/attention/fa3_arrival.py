@@ -36,6 +36,7 @@ class FlashAttention3Arrival:
     """
 
     name = NAME
+    awaits_rows = True  # announce() takes awaits
 
     def __init__(self, sms: int | None = None) -> None:
         if sms is not None and sms < CLUSTER_CTAS:
@@ -85,6 +86,8 @@ class FlashAttention3Arrival:
         softmax_scale: float,
         causal: bool,
         spans: torch.Tensor | None = None,
+        awaits: torch.Tensor | None = None,
+        expected: int = 0,
     ) -> None:
         """As a call, and for every tile (m, h, b) that is complete in ``out`` adds 1 to ``arrivals[b, h, m * block_rows]``.
 
@@ -95,15 +98,22 @@ class FlashAttention3Arrival:
             arrivals: int32 [b, h, rows], rows contiguous, other strides as they come (0 too).
             spans: int64 [b, h, row blocks, 3, 2]: when each tile's store was issued, its shared memory free and the store
                 complete, in ns of the global timer and cycles of the SM. Only a build with XSTAGE_ARRIVAL_SPANS takes them.
+            awaits: int32 [sequences, rows], rows contiguous: this rank's own counters. The kernel ends only when every block of
+                ``block_rows`` rows is there, its first row's counter at ``expected``, and sets these counters to 0. It traps
+                after 600 s, and where a counter is beyond ``expected``. Till then it holds its SMs: what the ranks still need
+                to store those rows must run on others. None: it ends with its own tiles.
+            expected: count of a block that has arrived.
 
         Raises:
             InvalidInputError: keys of length 0, or fewer keys than queries under a causal mask (a tile that sees no key is not
-                computed), or counters of another shape or type.
+                computed), or counters of another shape or type; awaited ones without rows, or without a q to compute.
         """
         require_counters(tuple(out.shape), k.shape[1], tuple(arrivals.shape), str(arrivals.dtype), arrivals.stride(-1))
         require_keys(q.shape[1], k.shape[1], causal)
+        if awaits is not None:
+            require_awaited(tuple(q.shape), tuple(awaits.shape), str(awaits.dtype), awaits.stride(-1), expected)
         margin = self._sm_margin(q.device)
-        _operators().xstage_announce(q, k, v, out, arrivals, spans, softmax_scale, causal, margin)
+        _operators().xstage_announce(q, k, v, out, arrivals, spans, awaits, expected, softmax_scale, causal, margin)
 
     def _sm_margin(self, device: torch.device) -> int:
         if self.sms is None:
@@ -141,6 +151,19 @@ def require_keys(rows: int, kv_rows: int, causal: bool) -> None:
             f"{rows} rows of q on {kv_rows} keys under a causal mask; expected at most as many rows as keys: the first tiles "
             "would not be computed, and not announced"
         )
+
+
+def require_awaited(q: tuple[int, ...], awaits: tuple[int, ...], dtype: str, stride: int, expected: int) -> None:
+    """Raise InvalidInputError unless a launch on q of this shape can wait for counters of this shape, type and stride."""
+    if len(awaits) != 2 or dtype != "torch.int32" or 0 in awaits or (stride != 1 and awaits[1] > 1):
+        raise InvalidInputError(
+            f"awaits are {dtype} {list(awaits)} with innermost stride {stride}; expected torch.int32 [sequences, rows], both "
+            "at least 1, with stride 1"
+        )
+    if expected < 1:
+        raise InvalidInputError(f"expected is {expected}; expected the count of a row block that has arrived, from 1 on")
+    if 0 in q:
+        raise InvalidInputError(f"q is {list(q)}; expected a row to compute, as without one no kernel would run and wait")
 
 
 def sm_margin(present: int, sms: int) -> int:
