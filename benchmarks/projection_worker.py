@@ -41,7 +41,7 @@ class ProjectionWorker(UlyssesWorker):
         q, k, v = (torch.randn(shape, device=self.device, dtype=DTYPE, generator=generator) for _ in range(3))
         weight = torch.randn(width, width, device=self.device, dtype=DTYPE, generator=generator)
         self.span = PeerSpan(layout.span_shape, DTYPE, device=self.device)
-        (stock,), arriving = candidates(backend.removesuffix("-arrival")), arriving_backend(backend)
+        (stock,), arriving = candidates(backend.removesuffix("-arrival")), arriving_backend(backend, always=True)
         inputs = Inputs(q, k, v, self.exchange_group)
         self.arms = ProjectionArms(layout, self.rank, stock, arriving, inputs, self.span, weight)
         self.weight = weight

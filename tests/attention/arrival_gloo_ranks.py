@@ -139,6 +139,10 @@ def check_other_ways():
         assert call.board is None
         assert call.consumption.meets
         assert not layer.take.taken
+    layer.backend.longest_keys = layout.seq_len - 1
+    found["fused, keys at which announcing does not pay"] = layer.prepare(consume=print).board is None
+    layer.backend.longest_keys = layout.seq_len
+    found["fused, the longest keys at which it does"] = layer.prepare(consume=print).board is not None
     return found
 
 

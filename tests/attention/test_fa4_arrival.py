@@ -54,6 +54,11 @@ def test_without_the_package_the_version_to_install_is_said(monkeypatch):
     installed_refusal.cache_clear()
 
 
+def test_keys_that_are_never_announced_are_refused():
+    with pytest.raises(InvalidInputError, match="longest_keys is 0; expected a length from 1 on, or None for no limit"):
+        FlashAttention4Arrival(longest_keys=0)
+
+
 @pytest.mark.parametrize("sms", [0, -1])
 def test_a_kernel_on_no_sm_is_refused(sms):
     with pytest.raises(InvalidInputError, match=f"sms is {sms}; expected"):

@@ -133,7 +133,7 @@ class AnnouncingAttention(PlainAttention):
     def __init__(self, block_rows, delay=lambda b, head, block: 0.0, awaits_rows=False):
         super().__init__()
         self.rows, self.delay, self.announced, self.awaited = block_rows, delay, 0, 0
-        self.awaits_rows = awaits_rows
+        self.awaits_rows, self.longest_keys = awaits_rows, None
 
     def block_rows(self, head_dim, dtype, causal):
         return self.rows

@@ -23,9 +23,11 @@ class ArrivingBackend(AttentionBackend, Protocol):
 
     Attributes:
         awaits_rows: ``announce`` takes ``awaits``.
+        longest_keys: with longer keys announcing costs more than a closing barrier; None: never.
     """
 
     awaits_rows: bool
+    longest_keys: int | None
 
     def block_rows(self, head_dim: int, dtype: torch.dtype, causal: bool) -> int:
         """Rows of one output tile."""
@@ -55,9 +57,12 @@ class ArrivingBackend(AttentionBackend, Protocol):
         """
 
 
-def block_rows_of(backend: Any, head_dim: int, dtype: torch.dtype, causal: bool) -> int | None:
-    """Rows of a block that ``backend`` announces; None where it announces nothing."""
-    return int(backend.block_rows(head_dim, dtype, causal)) if hasattr(backend, "announce") else None
+def block_rows_of(backend: Any, head_dim: int, dtype: torch.dtype, causal: bool, keys: int) -> int | None:
+    """Rows of a block that ``backend`` announces under ``keys`` keys; None where it cannot, or where it does not pay."""
+    if not hasattr(backend, "announce"):
+        return None
+    longest = getattr(backend, "longest_keys", None)
+    return int(backend.block_rows(head_dim, dtype, causal)) if longest is None or keys <= longest else None
 
 
 def awaits_rows(backend: Any) -> bool:
@@ -66,8 +71,13 @@ def awaits_rows(backend: Any) -> bool:
 
 
 @functools.cache
-def arriving_backend(name: str) -> ArrivingBackend:
-    """The kernel of this name (of ``ARRIVING``), the same object every time: it keeps what it compiled."""
+def arriving_backend(name: str, always: bool = False) -> ArrivingBackend:
+    """The kernel of this name (of ``ARRIVING``), the same object every time: it keeps what it compiled.
+
+    ``always``: it announces also where a closing barrier is faster; for measurements.
+    """
     module, kind = ARRIVING[name]
     made: ArrivingBackend = getattr(importlib.import_module(module), kind)()
+    if always:
+        made.longest_keys = None
     return made

@@ -37,6 +37,9 @@ KNOWN_VERSIONS: Mapping[str, Mapping[str, str]] = {
 HEAD_DIM_LIMIT = 128
 # Major numbers of the compute capabilities that there are kernels for, and of those whose kernel was run.
 GENERATIONS = (9, 10)
+# Our CTAs have a fixed share of the tiles; upstream's take one each, so that slow SMs get fewer. On two H200s that costs more
+# than a closing barrier somewhere between 8192 and 16384 keys (benchmarks/results/ab_projection_h200_pair.json).
+LONGEST_KEYS = 8192
 RUN_GENERATIONS = (9,)
 
 
@@ -47,21 +50,24 @@ class FlashAttention4Arrival(FlashAttention4):
         sms: SMs that the kernel takes at most; the others are free for a consumer beside it. None: all. Of an odd number one
             stays free where CTAs come in pairs (Blackwell, head dimension 128, not causal), and a pair is the least.
         allow_unrun: also the kernel for Blackwell, which compiles and was never run by us; XSTAGE_ALLOW_UNRUN=1 says the same.
+        longest_keys: with longer keys a layer takes the stock kernel and a closing barrier, which is faster. None: never.
 
     Attributes:
         awaits_rows: ``announce`` takes ``awaits``.
 
     Raises:
-        InvalidInputError: ``sms`` below 1.
+        InvalidInputError: ``sms`` or ``longest_keys`` below 1.
     """
 
     name = "fa4-arrival"
     awaits_rows = True
 
-    def __init__(self, sms: int | None = None, allow_unrun: bool = False) -> None:
+    def __init__(self, sms: int | None = None, allow_unrun: bool = False, longest_keys: int | None = LONGEST_KEYS) -> None:
         if sms is not None and sms < 1:
             raise InvalidInputError(f"sms is {sms}; expected a number of SMs from 1 on, or None for all")
-        self.sms, self.allow_unrun = sms, allow_unrun
+        if longest_keys is not None and longest_keys < 1:
+            raise InvalidInputError(f"longest_keys is {longest_keys}; expected a length from 1 on, or None for no limit")
+        self.sms, self.allow_unrun, self.longest_keys = sms, allow_unrun, longest_keys
 
     def refusal(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
         import torch

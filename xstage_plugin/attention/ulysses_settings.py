@@ -96,7 +96,9 @@ def examine(
     kernels = candidates(backend)
     refusals = tuple((kernel.name, kernel.refusal(layout.head_dim, dtype, device)) for kernel in kernels)
     block_rows = tuple(
-        block_rows_of(kernel, layout.head_dim, dtype, settings.causal) if not refused and _counts(settings, kernel) else None
+        block_rows_of(kernel, layout.head_dim, dtype, settings.causal, layout.seq_len)
+        if not refused and _counts(settings, kernel)
+        else None
         for kernel, (_, refused) in zip(kernels, refusals, strict=True)
     )
     return Fact(settings, span is not None, counters is not None, choice, refusals, block_rows)
