@@ -17,6 +17,7 @@ import harness
 from harness import BenchError, Group
 
 from xstage_plugin import env
+from xstage_plugin.burst_gap.gpu_info import probe_machine
 from xstage_plugin.checks import positive, positive_int, shown
 from xstage_plugin.errors import InvalidInputError, XStageError
 
@@ -92,7 +93,7 @@ def ready_to_run(ranks: int, out: Path | None) -> Path:
     """The result file, if torchrun started the plan's ranks.
 
     Raises:
-        InvalidInputError: other processes than these, or no file.
+        InvalidInputError: other processes than these, no file, or fewer GPUs here than ranks: said before anything is written.
     """
     started = env.torchrun_ranks()
     if started < 2 or ranks != started:
@@ -101,6 +102,11 @@ def ready_to_run(ranks: int, out: Path | None) -> Path:
         raise InvalidInputError(f"{were} started for {ranks} ranks; start with {wanted}, or give --dry-run")
     if out is None:
         raise InvalidInputError("--out is missing; expected a file for the result, or --dry-run")
+    machine = probe_machine()
+    local_ranks = env.torchrun_local_ranks()
+    if local_ranks > len(machine.gpus):
+        found = machine.reason or f"{len(machine.gpus)} are visible"
+        raise InvalidInputError(f"the ranks need {local_ranks} GPUs on this machine: {found}; or give --dry-run")
     return out
 
 

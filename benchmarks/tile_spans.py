@@ -181,8 +181,11 @@ def cli(
     """When output tiles of fused attention are issued, read and complete."""
     ranks = ranks_of(ranks)
     model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
+    if model.store != "bulk":
+        raise InvalidInputError(f"platform {model.name} was measured with {model.store} stores; attention stores in bulk")
     check_run(harness.LEAST_TRIALS, timeout_s, out, plot)
-    positive_int("--head-dim", head_dim, MOST_HEAD_DIM)
+    if positive_int("--head-dim", head_dim, MOST_HEAD_DIM) % 8:
+        raise InvalidInputError(f"--head-dim is {head_dim}; expected a multiple of 8")
     cases = make_cases(ranks, numbers_of("--lengths", lengths, MOST_LENGTH), numbers_of("--heads", heads, MOST_HEADS), head_dim)
     if not cases:
         raise InvalidInputError("nothing to measure: no length or head count is given")

@@ -49,6 +49,17 @@ def positive_int(name: str, value: int, at_most: int = LARGEST_COUNT) -> int:
     return value
 
 
+def not_negative_int(name: str, value: int) -> int:
+    """``value`` if it is a whole number of at least 0.
+
+    Raises:
+        InvalidInputError: otherwise, naming ``name`` and the value.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidInputError(f"{name} is {shown(value)}; expected a whole number of at least 0")
+    return value
+
+
 def fraction(name: str, value: float) -> float:
     """``value`` if it lies above 0 and is at most 1.
 

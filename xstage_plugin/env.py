@@ -44,6 +44,12 @@ def torchrun_local_rank() -> int:
     return int(value) if value.isdigit() else 0
 
 
+def torchrun_local_ranks() -> int:
+    """Processes that torchrun started on this host, 1 without it."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(value) if value.isdigit() else 1
+
+
 def debug() -> bool:
     """Whether a fault of ours shows its traceback."""
     return os.environ.get(DEBUG, "") not in ("", "0")

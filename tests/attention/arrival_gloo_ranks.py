@@ -29,10 +29,13 @@ ARMS = ((SEQUENCE, True, None), (OWN_LAST, True, 100), (OWN_LAST, False, 3), (OW
 
 
 class Reader:
-    """A consumer that keeps what it saw at the moment at which it was called."""
+    """A consumer that keeps what it saw at the moment at which it was called; false until then, as a list is."""
 
     def __init__(self):
         self.seen = []
+
+    def __len__(self):
+        return len(self.seen)
 
     def __call__(self, rows, first_row):
         self.seen.append((first_row, rows.clone()))
@@ -308,6 +311,7 @@ def refusals():
     call, plain = layer.prepare(consume=Reader()), layer.prepare(consume=None)
     gone = closed.prepare(consume=Reader())
     closed.counters.span.close()
+    share = layer.share(SEQUENCE, model_inputs(layer.layout, 0))
     told = {
         "a consumer on one rank": lambda: layer.prepare(consume=Reader() if mine else None),
         "other parts": lambda: layer.prepare(parts=1 if mine else 2),
@@ -319,8 +323,13 @@ def refusals():
         "closed counters": lambda: layer.prepare(counters=closed.counters),
         "fewer parts than none": lambda: layer.prepare(parts=-1),
         "half a part": lambda: layer.prepare(parts=0.5),
+        "no part where nothing announces": lambda: layer.prepare(parts=0, mode="serial"),
+        "a consumer that cannot be called": lambda: layer.prepare(consume=5 if mine else Reader()),
+        "a mask by its name": lambda: layer.prepare(causal="False"),
+        "a backend that is a class": lambda: layer.prepare(backend=PlainAttention),
+        "a backend without a refusal": lambda: layer.prepare(backend=None),
+        "parts that are a list": lambda: ulysses_attention(*share, layout=layer.layout, span=layer.span, parts=[1]),
     }
-    share = layer.share(SEQUENCE, model_inputs(layer.layout, 0))
     call.consumer = None
     local = {
         "no consumer": lambda: call(*share),
@@ -336,6 +345,8 @@ def refusals():
         "a bias of another length": lambda: OutputProjection(weight, weight[0], batch=1, rows=4),
         "a bias of another type": lambda: OutputProjection(weight, weight[:, 0].half(), batch=1, rows=4),
         "rows beyond the result": lambda: OutputProjection(weight, batch=1, rows=4)(rows, 2),
+        "rows of another type": lambda: OutputProjection(weight.double(), batch=1, rows=4)(rows, 0),
+        "a projection of rows below none": lambda: OutputProjection(weight, batch=1, rows=-1),
         "rows of fewer heads": lambda: OutputProjection(weight, batch=1, rows=4)(rows[:, :, 1:], 0),
     }
     return [{name: message_of(attempt) for name, attempt in table.items()} for table in (told, local)]

@@ -100,7 +100,7 @@ def test_a_group_that_is_not_the_world_works_by_its_own_ranks(ranks):
 
 
 TOLD = {
-    "a consumer on one rank": "consumes is False on rank 0 and True on rank 1; expected the same on all ranks",
+    "a consumer on one rank": "whether consume= is given is False on rank 0 and True on rank 1; expected the same",
     "other parts": "parts is 2 on rank 0 and 1 on rank 1",
     "other orders of tiles": "head_by_head is False on rank 0 and True on rank 1",
     "other row blocks": "rows of a block of announcing is 16 on rank 0 and 8 on rank 1",
@@ -110,6 +110,12 @@ TOLD = {
     "closed counters": "rank 0: the counter span is closed; make a new one",
     "fewer parts than none": "rank 0: parts is -1; expected None or a whole number of at least 0",
     "half a part": "rank 0: parts is 0.5; expected None or a whole number of at least 0",
+    "no part where nothing announces": "parts is 0 and no rows announce themselves (the mode is serial); expected parts from 1",
+    "a consumer that cannot be called": "rank 1: consume is 5; expected a function of rows and first_row",
+    "a mask by its name": "rank 0: causal is 'False'; expected True or False",
+    "a backend that is a class": "is a class, not an object of it; expected a name or an AttentionBackend",
+    "a backend without a refusal": "rank 0: backend None has no name; expected a name or an AttentionBackend",
+    "parts that are a list": "rank 0: parts is [1]; expected None or a whole number of at least 0",
 }
 
 
@@ -133,6 +139,8 @@ def test_what_does_not_fit_a_call_is_one_line_on_the_rank_that_has_it(ranks):
             "a bias of another length": "InvalidInputError: bias is (",
             "a bias of another type": "InvalidInputError: bias is torch.float16 on cpu; expected torch.float32 on cpu",
             "rows beyond the result": "InvalidInputError: rows are (1, 4, ",
+            "rows of another type": "InvalidInputError: rows are torch.float32 on cpu; expected torch.float64 on cpu",
+            "a projection of rows below none": "InvalidInputError: rows is -1; expected a whole number of at least 0",
             "rows of fewer heads": "InvalidInputError: rows are (1, 4, ",
         }.items():
             assert rank["local"][name].startswith(message), rank["local"][name]

@@ -12,8 +12,10 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import ab_moe  # noqa: E402
 import harness  # noqa: E402
+import script as script_module  # noqa: E402
 
 from xstage_plugin.burst_gap.catalog import load_platform  # noqa: E402
+from xstage_plugin.burst_gap.gpu_info import MachineInfo  # noqa: E402
 
 PLATFORM = load_platform("h200-nvlink-pair")
 FAKE = """
@@ -244,6 +246,12 @@ def test_a_real_run_wants_torchrun_and_a_file(tmp_path, capsys, monkeypatch, scr
     ):
         assert ab_moe.main(args) == 2
         assert message in capsys.readouterr().err
+    kept = tmp_path / "earlier.json"
+    kept.write_text("{}")
+    monkeypatch.setattr(script_module, "probe_machine", lambda: MachineInfo(reason="no driver"))
+    assert ab_moe.main(["--out", str(kept)]) == 2
+    assert "the ranks need 1 GPUs on this machine: no driver; or give --dry-run" in capsys.readouterr().err
+    assert kept.read_text() == "{}"
     monkeypatch.setenv("RANK", "1")
     assert ab_moe.main([]) == 2
     assert capsys.readouterr().err == ""  # rank 0 says it for all

@@ -111,7 +111,9 @@ def test_dry_run_prints_the_plan_without_torch_and_gpus(tmp_path, script):
         (["--lengths", "8191"], "--lengths holds 8191; expected multiples of the 2 ranks"),
         (["--heads", ","], "nothing to measure"),
         (["--head-dim", "256"], "--head-dim is 256; expected at most 128"),
+        (["--head-dim", "7"], "--head-dim is 7; expected a multiple of 8"),
         (["--platform", "nowhere"], "unknown platform 'nowhere'"),
+        (["--platform", "paper-148sm"], "attention stores in bulk"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(args, message, capsys, monkeypatch):

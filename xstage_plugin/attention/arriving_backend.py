@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xstage_plugin.attention.backends import AttentionBackend
+from xstage_plugin.checks import positive_int
+from xstage_plugin.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,11 @@ def block_rows_of(backend: Any, head_dim: int, dtype: torch.dtype, causal: bool,
     if not hasattr(backend, "announce"):
         return None
     longest = getattr(backend, "longest_keys", None)
-    return int(backend.block_rows(head_dim, dtype, causal)) if longest is None or keys <= longest else None
+    if longest is not None and keys > longest:
+        return None
+    if not hasattr(backend, "block_rows"):
+        raise InvalidInputError(f"backend {backend.name} announces tiles and has no block_rows; expected an ArrivingBackend")
+    return positive_int(f"block_rows of {backend.name}", backend.block_rows(head_dim, dtype, causal))
 
 
 def awaits_rows(backend: Any) -> bool:

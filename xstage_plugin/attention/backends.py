@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Protocol
 
-from xstage_plugin.checks import unknown_name
+from xstage_plugin.checks import shown, unknown_name
+from xstage_plugin.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +121,13 @@ def candidates(backend: str | AttentionBackend) -> tuple[AttentionBackend, ...]:
     """The kernels that ``backend`` allows: the stock ones for ``auto``, else one.
 
     Raises:
-        InvalidInputError: a name that is not known.
+        InvalidInputError: a name that is not known, or an object that is no :class:`AttentionBackend`.
     """
     if not isinstance(backend, str):
+        missing = [name for name in ("name", "refusal", "__call__") if not hasattr(backend, name)]
+        if missing or isinstance(backend, type):
+            lacks = "is a class, not an object of it" if isinstance(backend, type) else f"has no {missing[0]}"
+            raise InvalidInputError(f"backend {shown(backend)} {lacks}; expected a name or an AttentionBackend")
         return (backend,)
     if backend == AUTO:
         return BACKENDS

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xstage_plugin.checks import positive_int, shown, unknown_name
+from xstage_plugin.checks import not_negative_int, positive_int, shown, unknown_name
 from xstage_plugin.errors import InvalidInputError
 
 SEQUENCE, OWN_LAST, OWN_FIRST = "sequence", "own_last", "own_first"
@@ -56,10 +56,10 @@ class UlyssesLayout:
                 f"rows has {len(self.rows)} entries and heads {len(self.heads)}; expected one a rank in both"
             )
         for rank, count in enumerate(self.rows):
-            _count(f"rows of rank {rank}", count)
+            not_negative_int(f"rows of rank {rank}", count)
         for rank, count in enumerate(self.heads):
             positive_int(f"heads of rank {rank}", count)
-        _count("shared_rows", self.shared_rows)
+        not_negative_int("shared_rows", self.shared_rows)
         positive_int("head_dim", self.head_dim)
         positive_int("batch", self.batch)
         if self.shared_at not in (FIRST, LAST):
@@ -92,7 +92,7 @@ class UlyssesLayout:
         positive_int("ranks", ranks)
         if positive_int("heads", heads) < ranks:
             raise InvalidInputError(f"heads is {heads}; expected at least one for each of the {ranks} ranks")
-        own = positive_int("seq_len", seq_len) - _count("shared_rows", shared_rows)
+        own = positive_int("seq_len", seq_len) - not_negative_int("shared_rows", shared_rows)
         if own < 0:
             raise InvalidInputError(f"shared_rows is {shared_rows}; expected at most the {seq_len} rows of the sequence")
         return cls(_split(own, ranks), _split(heads, ranks), head_dim, batch, kv_heads, shared_rows, shared_at)
@@ -206,9 +206,3 @@ def checked_order(q_order: str) -> str:
 
 def _split(total: int, ranks: int) -> tuple[int, ...]:
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
-
-
-def _count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidInputError(f"{name} is {shown(value)}; expected a whole number of at least 0")
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xstage_plugin.checks import not_negative_int, positive_int
 from xstage_plugin.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class OutputProjection:
         batch, rows: of this rank's output, B and S_local.
 
     Attributes:
-        result: [B, S_local, out], of the weight's type.
+        result: [B, S_local, out], of the weight's type; NaN in rows that no call has given yet.
 
     Raises:
         InvalidInputError: weight or bias is of another shape, or the bias of another type or device.
@@ -43,7 +44,8 @@ class OutputProjection:
             )
         self._weight, self._bias = weight.detach().t(), None if bias is None else bias.detach()
         with torch.inference_mode(False):
-            self.result = torch.empty((batch, rows, weight.shape[0]), dtype=weight.dtype, device=weight.device)
+            shape = (positive_int("batch", batch), not_negative_int("rows", rows), weight.shape[0])
+            self.result = torch.full(shape, float("nan"), dtype=weight.dtype, device=weight.device)
 
     def __call__(self, rows: torch.Tensor, first_row: int) -> None:
         """Rows ``first_row`` to ``first_row + n - 1`` of ``result``, from rows [B, n, H, d].
@@ -53,6 +55,10 @@ class OutputProjection:
         """
         import torch
 
+        if (rows.dtype, rows.device) != (self.result.dtype, self.result.device):
+            raise InvalidInputError(
+                f"rows are {rows.dtype} on {rows.device}; expected {self.result.dtype} on {self.result.device}, as weight"
+            )
         batch, count, heads, head_dim = rows.shape
         result = self.result[:, first_row : first_row + count]
         if (batch, heads * head_dim) != (result.shape[0], self._weight.shape[0]) or count != result.shape[1]:

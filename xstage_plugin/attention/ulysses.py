@@ -21,9 +21,10 @@ from xstage_plugin.attention.mode_choice import FUSED, SERIAL, ModeChoice
 from xstage_plugin.attention.peer_span import refuse_capture
 from xstage_plugin.attention.routes import BARRIER, Span
 from xstage_plugin.attention.span_cache import close_shared_spans, shared_counters, shared_span
-from xstage_plugin.attention.span_errors import SpanRefusedError
+from xstage_plugin.attention.span_errors import GroupMismatchError, SpanRefusedError
 from xstage_plugin.attention.ulysses_call import UlyssesCall
-from xstage_plugin.attention.ulysses_settings import Settings, common_backend, examine
+from xstage_plugin.attention.ulysses_settings import SPOKEN, Fact, Settings, common_backend, examine
+from xstage_plugin.checks import shown
 from xstage_plugin.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def ulysses_attention(
     """Attention of this rank's heads over the whole sequence; returns this rank's rows of all heads.
 
     Every rank of ``group`` calls it with the same settings. The first call with given settings is collective, takes memory
-    and is refused inside a CUDA-graph capture; later ones launch only. Forward only.
+    and is refused inside a CUDA-graph capture; later ones launch only. So a rank that alone changes a setting later waits for
+    the others until the group's timeout. Forward only.
 
     Args:
         q: [B, S, h_local, d]; in a delivery order [B, rows of all ranks, h_local, d].
@@ -105,7 +107,8 @@ def ulysses_attention(
     shapes = layout or (tuple(q.shape), tuple(k.shape))
     settings = (backend, mode, softmax_scale, causal, q_order, ordering, platform, consume is not None, parts)
     key = (group, shapes, span, q.dtype, q.device, *settings)
-    call = _calls.get(key)
+    # What cannot be kept is no setting either: preparing says so on all ranks.
+    call = _calls.get(key) if _is_hashable(key) else None
     if call is None:
         _refuse_tracing()
         call = _calls[key] = prepare_ulysses(
@@ -171,9 +174,15 @@ def prepare_ulysses(
     device = _with_index(device)
     asked = (mode, softmax_scale, causal, q_order, ordering, platform, consume is not None, parts, head_by_head)
     settings = Settings(layout, str(dtype), *asked)
-    facts = agree(group, lambda: examine(settings, dtype, device, group, span, counters, backend))
+
+    def look() -> Fact:
+        if consume is not None and not callable(consume):
+            raise InvalidInputError(f"consume is {shown(consume)}; expected a function of rows and first_row")
+        return examine(settings, dtype, device, group, span, counters, backend)
+
+    facts = agree(group, look)
     for name in settings.__dataclass_fields__:
-        require_same([getattr(fact.settings, name) for fact in facts], name)
+        require_same([getattr(fact.settings, name) for fact in facts], SPOKEN.get(name, name))
     require_same([fact.has_span for fact in facts], "whether span= is given")
     require_same([fact.has_counters for fact in facts], "whether counters= is given")
     require_same([fact.choice.mode for fact in facts], "the mode that the platform model leads to")
@@ -191,6 +200,9 @@ def prepare_ulysses(
         counters = None
     elif counters is None:
         counters = shared_counters(span, layout)
+    if parts == UNWAITED and consume is not None and counters is None:
+        why = f"{chosen.name} does not announce {layout.seq_len} keys" if choice.mode == FUSED else f"the mode is {choice.mode}"
+        raise GroupMismatchError(f"parts is 0 and no rows announce themselves ({why}); expected parts from 1 on")
     made: list[UlyssesCall] = []
 
     def make() -> None:
@@ -205,6 +217,14 @@ def release_ulysses() -> None:
     """Forget all calls that :func:`ulysses_attention` prepared and close the spans that layers share. Results are gone."""
     _calls.clear()
     close_shared_spans()
+
+
+def _is_hashable(key: tuple[Any, ...]) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _refuse_tracing() -> None:

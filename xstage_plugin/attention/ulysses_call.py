@@ -144,7 +144,8 @@ class UlyssesCall:
     def _consumer_or(self, consume: Consumer | None) -> Consumer | None:
         import torch
 
-        consumer = consume or self.consumer
+        # A consumer may be false: a list that collects, empty at first.
+        consumer = self.consumer if consume is None else consume
         if (consumer is None) != (self.consumption is None):
             missing = "no consumer was given to" if consumer is None else "a consumer was given to"
             prepared = "with" if consumer is None else "without"

@@ -40,6 +40,10 @@ class Settings:
     head_by_head: bool
 
 
+# What the ranks are told where a setting differs: in the caller's words.
+SPOKEN = {"consumes": "whether consume= is given"}
+
+
 @dataclass(frozen=True)
 class Fact:
     """What a rank found: the mode that it would run, and for each kernel why it cannot run it (empty if it can).
@@ -86,6 +90,8 @@ def examine(
     layout.kv_heads_of(rank)
     fused_plan(layout, rank, settings.q_order, settings.causal)
     checked_parts(settings.parts)
+    if not isinstance(settings.causal, bool):
+        raise InvalidInputError(f"causal is {shown(settings.causal)}; expected True or False")
     if span is not None:
         _require_fits("the span", span, layout.span_shape, output_dtype(dtype), device, group)
     if counters is not None:
