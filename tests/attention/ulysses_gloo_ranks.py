@@ -123,6 +123,10 @@ def check_case(layout, causal):
         compared += compare(
             lambda *x, m=layer: m(*(rows_of(y, layout.local_ranges(rank)) for y in x)), span.local(), enters=False
         )
+    # And a layer whose ranks cannot have a span: both exchanges through all_to_all_single.
+    layer = UlyssesAttention(layout, torch.float32, device="cpu", mode="serial", **settings)
+    assert layer.call.span is None
+    compared += compare(lambda *x: layer(*(rows_of(y, layout.local_ranges(rank)) for y in x)), layer.call.buffer)
     return compared
 
 

@@ -9,7 +9,7 @@ from xstage_plugin.attention.agreement import agree, group_or_world, require_sam
 from xstage_plugin.attention.arrivals import ArrivalCounters
 from xstage_plugin.attention.backends import AUTO, AttentionBackend
 from xstage_plugin.attention.consumption import Consumer
-from xstage_plugin.attention.input_exchange import InputExchange, input_span_shape
+from xstage_plugin.attention.input_exchange import InputAllToAll, InputExchange, input_span_shape
 from xstage_plugin.attention.layout import OWN_LAST, UlyssesLayout
 from xstage_plugin.attention.mode_choice import AUTO as AUTO_MODE
 from xstage_plugin.attention.routes import INPUTS, Span
@@ -40,7 +40,8 @@ def module_class() -> Any:
             dtype, device: of q, k and v.
             group, backend, mode, softmax_scale, causal, platform, consume, parts: as in :func:`ulysses_attention`.
             span, input_span: memory for the output (``layout.span_shape``) and for q, k and v
-                (``input_span_shape(layout)`` elements); default: spans that layers of this shape share.
+                (``input_span_shape(layout)`` elements); default: spans that layers of this shape share. Ranks that cannot
+                have one exchange through ``all_to_all_single``, before attention too; ``fused`` is refused there.
             counters: as in :func:`prepare_ulysses`.
 
         Raises:
@@ -88,9 +89,16 @@ def module_class() -> Any:
             needed = (input_span_shape(layout), dtype)
             given = agree(group, lambda: _given(input_span, *needed))
             require_same(given, "whether input_span= is given")
-            inputs = input_span or shared_span(*needed, group, call.buffer.device)
+            device = call.buffer.device
+            exchange: InputExchange | InputAllToAll
+            with torch.inference_mode(False):
+                if call.span is None and input_span is None:
+                    exchange = InputAllToAll(layout, call.rank, dtype, device, group)
+                else:
+                    inputs = input_span or shared_span(*needed, group, device)
+                    exchange = InputExchange(inputs, layout, call.rank)
             self.call = call
-            self._layer = _Layer(call, inputs)
+            self._layer = _Layer(call, exchange)
             self._key = enlist(self._layer)
 
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -118,33 +126,29 @@ def module_class() -> Any:
 class _Layer:
     """What the torch operator runs for a module."""
 
-    def __init__(self, call: UlyssesCall, inputs: Span) -> None:
-        import torch
-
+    def __init__(self, call: UlyssesCall, exchange: InputExchange | InputAllToAll) -> None:
         layout = call.layout
-        self.out, self._call, self._inputs = call.out, call, inputs
-        with torch.inference_mode(False):
-            self._exchange = InputExchange(inputs, layout, call.rank)
+        self.out, self._call, self._exchange = call.out, call, exchange
         rows = (layout.batch, layout.local_rows(call.rank))
         kv_shape = (*rows, layout.total_kv_heads, layout.head_dim)
         self._shapes = ((*rows, layout.total_heads, layout.head_dim), kv_shape, kv_shape)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        spans = (self._call.span, self._inputs)
-        if any(span is not None and span.closed for span in spans):
+        span = self._call.span
+        if self._exchange.closed or (span is not None and span.closed):
             raise SpanClosedError("a span of this Ulysses layer was closed; make a new layer")
         self._call.require(zip("qkv", (q, k, v), self._shapes, strict=True))
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._exchange.push(q, k, v)
-        self._inputs.barrier()
+        self._exchange.meet()
         try:
             self._call.run(self._exchange.q, self._exchange.k, self._exchange.v)
         finally:
             # Without a closing barrier a peer's kernel may still read what the exchange brought, and the next layer that
             # shares the memory, of whatever kind, stores there.
             if self._call.consumption is not None and not self._call.consumption.meets:
-                self._inputs.barrier()
+                self._exchange.meet()
 
 
 def _given(span: Span | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
