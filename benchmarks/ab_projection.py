@@ -19,7 +19,6 @@ Speedups are over "fused, barrier". Samples, clocks and pace as in ab_ulysses.py
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,27 +26,25 @@ from typing import Any
 
 import click
 import harness
-from ab_ulysses import (
-    DEFAULT_PLATFORM,
-    MOST_HEAD_DIM,
-    MOST_HEADS,
-    MOST_LENGTH,
+from attention_bench import (
     SAMPLE_MS,
-    SEED,
+    AttentionBench,
     Case,
     Plan,
+    carry_out,
+    measure_plan,
     names_of,
-    refusal,
-    runnable,
+    plan_of,
+    sample_case,
+    workload_options,
 )
-from clocked import Reading, Sample, median_mhz, timed_us
-from harness import Arm, Group, together
+from clocked import median_mhz, timed_us
+from harness import Arm, Group
 from projection_figures import (
     ARMS,
     ARRIVING,
     ATTENTION,
     COPY,
-    FAMILY,
     FLAGGED,
     FUSED,
     NCCL,
@@ -58,17 +55,9 @@ from projection_figures import (
     floor_of,
     projection_operations,
 )
-from script import check_run, measure_and_report, numbers_of, ranks_of, run_cli, run_options
-from session import Session, measure_cases, new_document
+from script import run_cli, run_options
+from session import Session
 from ulysses_figures import floor_document, operations
-
-from xstage_plugin import env
-from xstage_plugin.attention.workload import AttentionWorkload
-from xstage_plugin.burst_gap.catalog import load_platform
-from xstage_plugin.burst_gap.gpu_info import probe_machine
-from xstage_plugin.burst_gap.platform_model import PlatformModel
-from xstage_plugin.checks import positive, positive_int
-from xstage_plugin.errors import InvalidInputError
 
 NAME = "ab_projection"
 BACKENDS = ("fa3-arrival", "fa4-arrival")
@@ -81,53 +70,16 @@ FAULTS = {
 }
 
 
-def make_plan(
-    platform: PlatformModel,
-    ranks: int,
-    backends: Sequence[str],
-    lengths: Sequence[int],
-    heads: Sequence[int],
-    head_dim: int,
-    trials: int,
-    sample_ms: float = SAMPLE_MS,
-) -> Plan:
-    """Every backend, length and head count that can be compared. Pure: the same on all ranks."""
-    cases, skipped = [], []
-    for backend in backends:
-        for count in heads:
-            for length in lengths:
-                case = Case(backend, AttentionWorkload(length, count, head_dim, ranks), ARMS)
-                if reason := refusal(case):
-                    skipped.append((case.name, reason))
-                else:
-                    cases.append(case)
-    return Plan(platform, ranks, trials, tuple(cases), tuple(skipped), sample_ms)
+def make_plan(*workloads: Any, sample_ms: float = SAMPLE_MS) -> Plan:
+    """As :func:`attention_bench.plan_of`, whose arguments before ``sample_ms`` it takes, with this script's arms."""
+    return plan_of(*workloads, sample_ms, ARMS)
 
 
 def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick: harness.Tick) -> dict[str, Any]:
     """Check, time, check again; the document of one case."""
     work = case.workload
-    shape = {"seq_len": work.seq_len, "heads": work.heads_per_rank, "head_dim": work.head_dim}
-    names = [arm.name for arm in case.arms]
-    prepared = session.each(ATTENTION, "prepare", backend=case.backend, arms=names, seed=SEED, **shape)
-    calls, trials = plan.pace(case, max(answer["call_us"] for answer in prepared))
-    tick(case.name)
-    failures: dict[str, list[str]] = {name: [] for name in names}
-
-    def check(when: str) -> None:
-        # The reference comes first: every other arm's bytes are held against what it left.
-        for arm in sorted(case.arms, key=lambda arm: arm != NCCL):
-            for rank, answer in enumerate(session.each(arm, "check", name=arm.name, calls=calls)):
-                failures[arm.name] += [f"{when} timing, rank {rank}: {text}" for key, text in FAULTS.items() if not answer[key]]
-            tick(case.name)
-
-    def timed(arm: Arm) -> Sample:
-        tick(case.name)
-        return [Reading(us, mhz) for us, mhz in session.each(arm, "run", name=arm.name)]
-
-    check("before")
-    samples = harness.alternate(case.arms, trials, timed)
-    check("after")
+    found = sample_case(session, plan, case, ATTENTION, NCCL, FAULTS, tick)
+    samples, failures = found.samples, found.failures
     floor = floor_of(work, plan.platform, bf16_tflops)
     baseline = [timed_us(sample) for sample in samples[FUSED.name]] if not failures[FUSED.name] else []
     return {
@@ -136,8 +88,8 @@ def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick:
         "seq_len": work.seq_len,
         "heads_per_rank": work.heads_per_rank,
         "head_dim": work.head_dim,
-        "calls_per_sample": calls,
-        "trials": trials,
+        "calls_per_sample": found.calls,
+        "trials": len(samples[ATTENTION.name]),
         "baseline": FUSED.name if baseline else None,
         "floor": floor_document(floor),
         "flag_cost": flag_cost(samples, failures),
@@ -145,42 +97,15 @@ def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick:
         "sm_mhz": round(median_mhz(samples[ATTENTION.name])),
         "failed": any(failures.values()),
         "arms": case_rows(case.arms, samples, failures, floor.floor_us),
-        "gpus_under_attention": [answer["load"] for answer in prepared],
+        "gpus_under_attention": found.loads,
     }
 
 
 def run(plan: Plan, group: Group, out: Path, command: str, timeout_s: float, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """Measure ``plan`` and write ``out`` after every case. What broke it off is under ``error`` in the document."""
-    machine = together(group, probe_machine)[0]
-    settings = {
-        "ranks": plan.ranks,
-        "trials": plan.trials,
-        "platform": plan.platform.name,
-        "seed": SEED,
-        "sample_us": 1e3 * plan.sample_ms,
-        "difference": "at attention's median clock; median over A B B A pairs of trials of the arms' means",
-        "timeout_s": timeout_s,
-    }
-    document = new_document(NAME, command, machine, settings)
-    document["skipped"] = [{"case": name, "reason": reason} for name, reason in plan.skipped]
-    session = Session(group, {FAMILY: worker}, timeout_s)
-
-    def begin() -> list[Case]:
-        session.start()
-        backends = list(dict.fromkeys(case.backend for case in plan.cases))
-        head_dim = plan.cases[0].workload.head_dim
-        cases, missing = runnable(plan, session.each(ATTENTION, "missing", backends=backends, head_dim=head_dim))
-        document["skipped"] += [{"case": name, "reason": reason} for name, reason in missing]
-        least = min(session.each(ATTENTION, "matrix_tflops"))
-        rates = {"bf16_tflops": least, "source": "measured: torch matmul; the best of 10, of the slowest rank"}
-        document["meta"]["rates"] = rates | {"drain_gbps": plan.platform.drain_rate_gbps}
-        return cases
-
-    def measure(case: Case, tick: harness.Tick) -> dict[str, Any]:
-        return run_case(session, plan, case, document["meta"]["rates"]["bf16_tflops"], tick)
-
-    measure_cases(session, document, out, plan.steps, begin, measure, summary)
-    return document
+    difference = "at attention's median clock; median over A B B A pairs of trials of the arms' means"
+    bench = AttentionBench(NAME, ATTENTION, tuple(worker), {"difference": difference}, {}, run_case, summary)
+    return measure_plan(bench, plan, group, out, command, timeout_s)
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -258,55 +183,11 @@ def print_plan(plan: Plan, timeout_s: float) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--backends", default=",".join(BACKENDS), show_default=True, metavar="B,…", help="Kernels that announce.")
-@click.option("--lengths", default="4096,8192,16384,32768,65536", show_default=True, metavar="M,…", help="Whole sequences.")
-@click.option("--heads", default="4,12,20", show_default=True, metavar="h,…", help="Query heads of each rank.")
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option(
-    "--trials", type=int, default=harness.DEFAULT_TRIALS, show_default=True, help="Samples of each arm, fewer where long."
-)
-@click.option("--sample-ms", type=float, default=SAMPLE_MS, show_default=True, help="Length of a sample.")
-@click.option("--platform", help=f"Platform of the floors and estimates.  [default: $XSTAGE_PLATFORM or {DEFAULT_PLATFORM}]")
+@workload_options
 @run_options
-def cli(
-    backends: str,
-    lengths: str,
-    heads: str,
-    head_dim: int,
-    trials: int,
-    sample_ms: float,
-    platform: str | None,
-    ranks: int | None,
-    timeout_s: float,
-    out: Path | None,
-    plot: Path | None,
-    dry_run: bool,
-) -> int:
+def cli(backends: str, **options: Any) -> int:
     """A/B of attention with its output exchange and output projection: flags, barriers, serial exchanges."""
-    ranks = ranks_of(ranks)
-    model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
-    check_run(trials, timeout_s, out, plot)
-    plan = make_plan(
-        model,
-        ranks,
-        names_of("--backends", backends, BACKENDS),
-        numbers_of("--lengths", lengths, MOST_LENGTH),
-        numbers_of("--heads", heads, MOST_HEADS),
-        positive_int("--head-dim", head_dim, MOST_HEAD_DIM),
-        trials,
-        positive("--sample-ms", sample_ms),
-    )
-    if not plan.cases:
-        reason = "; ".join(f"{name}: {why}" for name, why in plan.skipped) or "no backend, length or head count is given"
-        raise InvalidInputError(f"nothing to measure: {reason}")
-    if dry_run:
-        if env.torchrun_rank() == 0:
-            print_plan(plan, timeout_s)
-        return 0
-
-    def measured(group: Group, out: Path, command: str) -> dict[str, Any]:
-        return run(plan, group, out, command, timeout_s)
-
-    return measure_and_report(NAME, ranks, timeout_s, out, plot, measured, print_result)
+    return carry_out(NAME, names_of("--backends", backends, BACKENDS), make_plan, print_plan, run, print_result, **options)
 
 
 def main(args: Sequence[str] | None = None) -> int:

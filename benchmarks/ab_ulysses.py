@@ -22,25 +22,34 @@ percent.
 
 from __future__ import annotations
 
-import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import harness
-from clocked import Reading, Sample, median_mhz, timed_us
-from harness import Arm, BenchError, Group, together
-from script import check_run, measure_and_report, numbers_of, ranks_of, run_cli, run_options, words_of
-from session import Session, measure_cases, new_document
+from attention_bench import (
+    SAMPLE_MS,
+    AttentionBench,
+    Case,
+    Plan,
+    carry_out,
+    estimated_us,
+    measure_plan,
+    names_of,
+    plan_of,
+    sample_case,
+    workload_options,
+)
+from clocked import Sample, median_mhz, timed_us
+from harness import Group
+from script import run_cli, run_options
+from session import Session
 from ulysses_figures import (
     ATTENTION,
     BY_OWNER,
     COPY,
-    FAMILY,
     FLASHINFER,
     FUSED,
     FUSED_ARMS,
@@ -56,107 +65,12 @@ from ulysses_figures import (
     prediction,
 )
 
-from xstage_plugin import env
-from xstage_plugin.attention.workload import AttentionWorkload
-from xstage_plugin.burst_gap.catalog import load_platform
-from xstage_plugin.burst_gap.gpu_info import probe_machine
 from xstage_plugin.burst_gap.platform_model import PlatformModel
-from xstage_plugin.checks import positive, positive_int, unknown_name
-from xstage_plugin.errors import InvalidInputError
 
 NAME = "ab_ulysses"
-DEFAULT_PLATFORM = "h200-nvlink-pair-bulk"
 BACKENDS, OTHERS = ("fa3", "fa4"), {"flashinfer": FLASHINFER}
 WORKER = (sys.executable, str(Path(__file__).with_name("ulysses_worker.py")))
-SEED, MOST_LENGTH, MOST_HEADS, MOST_HEAD_DIM = 1, 2**20, 256, 256
-SAMPLE_MS, MOST_CALLS = 3.0, 64  # short enough for a steady clock, long enough for the events' half microsecond
-CASE_BUDGET_US, LEAST_LONG_TRIALS = 6e6, 6  # device time of one case, and its trials where that is not enough
-MOST_CASE_BYTES = 100e9
-# Of q's size on a GPU, beside one a rank for attention's local output: inputs, both orders, span, scratches, NCCL's, checks.
-TENSORS_OF_A_CASE = 16
-STEP_S, CASE_S = 0.012, 4.0  # for the estimate: a step's meeting and answer; mapping, compiling and capturing a case
-
-
-@dataclass(frozen=True)
-class Case:
-    """One cell of the table: a backend and the workload of one rank."""
-
-    backend: str
-    workload: AttentionWorkload
-    arms: tuple[Arm, ...]
-
-    @property
-    def name(self) -> str:
-        work = self.workload
-        return f"{self.backend} M{work.seq_len} h{work.heads_per_rank} d{work.head_dim}"
-
-    @property
-    def bytes_of_a_gpu(self) -> float:
-        work = self.workload
-        tensors = TENSORS_OF_A_CASE + work.ranks
-        return tensors * work.seq_len * work.heads_per_rank * work.head_dim * work.output_bytes
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run, and what not, with the reason."""
-
-    platform: PlatformModel
-    ranks: int
-    trials: int
-    cases: tuple[Case, ...]
-    skipped: tuple[tuple[str, str], ...]
-    sample_ms: float = SAMPLE_MS
-
-    @property
-    def steps(self) -> int:
-        """Of the progress bar: preparing, and every arm checked twice and timed."""
-        return sum(1 + len(case.arms) * (2 + self.pace(case)[1]) for case in self.cases)
-
-    @property
-    def estimate_s(self) -> float:
-        """How long the run will take, roughly."""
-        seconds = 0.0
-        for case in self.cases:
-            calls, trials = self.pace(case)
-            sample_s = calls * estimated_us(case, self.platform) / 1e6
-            seconds += CASE_S + len(case.arms) * (trials + 2) * (sample_s + STEP_S)
-        return seconds
-
-    def pace(self, case: Case, call_us: float | None = None) -> tuple[int, int]:
-        """Calls a sample and trials of ``case``, from the time of a call (estimated, if not given)."""
-        call_us = estimated_us(case, self.platform) if call_us is None else call_us
-        return pace(call_us, len(case.arms), self.trials, self.sample_ms)
-
-
-def pace(call_us: float, arms: int, trials: int, sample_ms: float = SAMPLE_MS) -> tuple[int, int]:
-    """Calls a sample and trials: samples of ``sample_ms``, and as many of the trials as the case's time allows, an even number.
-
-    Trials come in A B B A pairs. A case too long for its share of the run keeps six of them.
-    """
-    calls = min(MOST_CALLS, math.ceil(1e3 * sample_ms / call_us))
-    affordable = max(LEAST_LONG_TRIALS, int(CASE_BUDGET_US / (arms * calls * call_us)) // 2 * 2)
-    return calls, min(trials + trials % 2, affordable)
-
-
-def estimated_us(case: Case, platform: PlatformModel) -> float:
-    """Attention alone, from operations at the platform's attention efficiency."""
-    device = platform.device
-    return operations(case.workload) / (device.attention_flops_per_us_and_sm() * device.num_sms)
-
-
-def refusal(case: Case) -> str | None:
-    """Why ``case`` cannot be compared fairly or at all, or None."""
-    work = case.workload
-    rules = (
-        (work.seq_len % work.ranks == 0, f"{work.seq_len} tokens are no multiple of the {work.ranks} ranks"),
-        (work.head_dim % 8 == 0, f"head dimension {work.head_dim} is no multiple of 8"),
-        (
-            case.bytes_of_a_gpu <= MOST_CASE_BYTES,
-            f"its tensors of {case.bytes_of_a_gpu / 1e9:.0f} GB are above {MOST_CASE_BYTES / 1e9:.0f} GB",
-        ),
-    )
-    return "; ".join(reason for sound, reason in rules if not sound) or None
+FAULTS = {"finite": "out holds NaN or infinity", "equal": f"out differs from {NCCL.name}'s"}
 
 
 def make_plan(
@@ -172,71 +86,14 @@ def make_plan(
 ) -> Plan:
     """Every backend, length and head count that can be compared. Pure: the same on all ranks."""
     arms = (ATTENTION, LAUNCHED, SENDER, FUSED, OWN_FIRST, BY_OWNER, NCCL, COPY, *(OTHERS[name] for name in others))
-    cases, skipped = [], []
-    for backend in backends:
-        for count in heads:
-            for length in lengths:
-                case = Case(backend, AttentionWorkload(length, count, head_dim, ranks), arms)
-                if reason := refusal(case):
-                    skipped.append((case.name, reason))
-                else:
-                    cases.append(case)
-    return Plan(platform, ranks, trials, tuple(cases), tuple(skipped), sample_ms)
-
-
-def runnable(plan: Plan, answers: Sequence[Mapping[str, str]]) -> tuple[list[Case], list[tuple[str, str]]]:
-    """The cases whose backend, and their arms whose library, is there on every rank; what is not, with the first reason.
-
-    ``answers``: for each rank, by name, why a backend or another library cannot be used; empty where it can.
-
-    Raises:
-        BenchError: no backend is left.
-    """
-    missing: dict[str, str] = {}
-    for rank, answer in enumerate(answers):
-        for name, reason in answer.items():
-            if reason:
-                missing.setdefault(name, f"rank {rank}: {reason}")
-    cases = [
-        Case(case.backend, case.workload, tuple(arm for arm in case.arms if arm.name not in missing))
-        for case in plan.cases
-        if case.backend not in missing
-    ]
-    if not cases:
-        raise BenchError("; ".join(f"{name} cannot be used, {reason}" for name, reason in missing.items()))
-    return cases, list(missing.items())
+    return plan_of(platform, ranks, backends, lengths, heads, head_dim, trials, sample_ms, arms)
 
 
 def run_case(session: Session, plan: Plan, case: Case, bf16_tflops: float, tick: harness.Tick) -> dict[str, Any]:
     """Check, time, check again; the document of one case."""
-    work = case.workload
-    shape = {"seq_len": work.seq_len, "heads": work.heads_per_rank, "head_dim": work.head_dim}
-    names = [arm.name for arm in case.arms]
-    prepared = session.each(ATTENTION, "prepare", backend=case.backend, arms=names, seed=SEED, **shape)
-    calls, trials = plan.pace(case, max(answer["call_us"] for answer in prepared))
-    tick(case.name)
-    failures: dict[str, list[str]] = {name: [] for name in names}
-
-    def check(when: str) -> None:
-        # The reference comes first: every other arm's bytes are held against what it left.
-        for arm in sorted(case.arms, key=lambda arm: arm != NCCL):
-            answers = session.each(arm, "check", name=arm.name, calls=calls)
-            for rank, answer in enumerate(answers):
-                if not answer["finite"]:
-                    failures[arm.name].append(f"{when} timing, rank {rank}: out holds NaN or infinity")
-                if not answer["equal"]:
-                    failures[arm.name].append(f"{when} timing, rank {rank}: out differs from {NCCL.name}'s")
-            tick(case.name)
-
-    def timed(arm: Arm) -> Sample:
-        tick(case.name)
-        return [Reading(us, mhz) for us, mhz in session.each(arm, "run", name=arm.name)]
-
-    check("before")
-    samples = harness.alternate(case.arms, trials, timed)
-    check("after")
-    document = _case_document(plan, case, calls, bf16_tflops, samples, failures)
-    return document | {"gpus_under_attention": [answer["load"] for answer in prepared]}
+    found = sample_case(session, plan, case, ATTENTION, NCCL, FAULTS, tick)
+    document = _case_document(plan, case, found.calls, bf16_tflops, found.samples, found.failures)
+    return document | {"gpus_under_attention": found.loads}
 
 
 def _case_document(
@@ -275,37 +132,10 @@ def _case_document(
 
 def run(plan: Plan, group: Group, out: Path, command: str, timeout_s: float, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """Measure ``plan`` and write ``out`` after every case. What broke it off is under ``error`` in the document."""
-    machine = together(group, probe_machine)[0]
-    settings = {
-        "ranks": plan.ranks,
-        "trials": plan.trials,
-        "platform": plan.platform.name,
-        "seed": SEED,
-        "sample_us": 1e3 * plan.sample_ms,
-        "residual": "at attention's median clock; median over A B B A pairs of trials of an arm's mean less attention's",
-        "timeout_s": timeout_s,
-    }
-    document = new_document(NAME, command, machine, settings)
-    document["skipped"] = [{"case": name, "reason": reason} for name, reason in plan.skipped]
-    session = Session(group, {FAMILY: worker}, timeout_s)
-
-    def begin() -> list[Case]:
-        session.start()
-        first, others = plan.cases[0], [arm.name for arm in plan.cases[0].arms if arm in OTHERS.values()]
-        backends = list(dict.fromkeys(case.backend for case in plan.cases))
-        wanted = {"backends": backends, "others": others, "head_dim": first.workload.head_dim}
-        cases, missing = runnable(plan, session.each(ATTENTION, "missing", **wanted))
-        document["skipped"] += [{"case": name, "reason": reason} for name, reason in missing]
-        least = min(session.each(ATTENTION, "matrix_tflops"))
-        rates = {"bf16_tflops": least, "source": "measured: torch matmul; the best of 10, of the slowest rank"}
-        document["meta"]["rates"] = rates | {"drain_gbps": plan.platform.drain_rate_gbps}
-        return cases
-
-    def measure(case: Case, tick: harness.Tick) -> dict[str, Any]:
-        return run_case(session, plan, case, document["meta"]["rates"]["bf16_tflops"], tick)
-
-    measure_cases(session, document, out, plan.steps, begin, measure, summary)
-    return document
+    residual = "at attention's median clock; median over A B B A pairs of trials of an arm's mean less attention's"
+    others = [arm.name for arm in plan.cases[0].arms if arm in OTHERS.values()]
+    bench = AttentionBench(NAME, ATTENTION, tuple(worker), {"residual": residual}, {"others": others}, run_case, summary)
+    return measure_plan(bench, plan, group, out, command, timeout_s)
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -396,76 +226,19 @@ def print_plan(plan: Plan, timeout_s: float) -> None:
 # Input.
 
 
-def names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Entries of ``text``, each a known one."""
-    for name in words_of(text):
-        if name not in known:
-            raise unknown_name(f"entry of {option}", name, known)
-    return list(dict.fromkeys(words_of(text)))
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--backends", default="fa3,fa4", show_default=True, metavar="B,…", help="fa3, fa4, or both.")
-@click.option("--lengths", default="4096,8192,16384,32768,65536", show_default=True, metavar="M,…", help="Whole sequences.")
-@click.option("--heads", default="4,12,20", show_default=True, metavar="h,…", help="Query heads of each rank.")
-@click.option("--head-dim", type=int, default=128, show_default=True)
 @click.option("--others", default="", metavar="O,…", help="Other libraries' exchanges as further arms: flashinfer.")
-@click.option(
-    "--trials", type=int, default=harness.DEFAULT_TRIALS, show_default=True, help="Samples of each arm, fewer where long."
-)
-@click.option(
-    "--sample-ms",
-    type=float,
-    default=SAMPLE_MS,
-    show_default=True,
-    help="Least length of a sample. Above 100, what a GPU sustains at its power limit.",
-)
-@click.option("--platform", help=f"Platform of the predictions.  [default: $XSTAGE_PLATFORM or {DEFAULT_PLATFORM}]")
+@workload_options
 @run_options
-def cli(
-    backends: str,
-    lengths: str,
-    heads: str,
-    head_dim: int,
-    others: str,
-    trials: int,
-    sample_ms: float,
-    platform: str | None,
-    ranks: int | None,
-    timeout_s: float,
-    out: Path | None,
-    plot: Path | None,
-    dry_run: bool,
-) -> int:
+def cli(backends: str, others: str, **options: Any) -> int:
     """A/B of Ulysses attention: output stored to its owner by the kernel, against an exchange afterwards."""
-    ranks = ranks_of(ranks)
-    model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
-    if model.store != "bulk":
-        raise InvalidInputError(f"platform {model.name} was measured with {model.store} stores; attention stores in bulk")
-    check_run(trials, timeout_s, out, plot)
-    plan = make_plan(
-        model,
-        ranks,
-        names_of("--backends", backends, BACKENDS),
-        numbers_of("--lengths", lengths, MOST_LENGTH),
-        numbers_of("--heads", heads, MOST_HEADS),
-        positive_int("--head-dim", head_dim, MOST_HEAD_DIM),
-        trials,
-        names_of("--others", others, list(OTHERS)),
-        positive("--sample-ms", sample_ms),
-    )
-    if not plan.cases:
-        reason = "; ".join(f"{name}: {why}" for name, why in plan.skipped) or "no backend, length or head count is given"
-        raise InvalidInputError(f"nothing to measure: {reason}")
-    if dry_run:
-        if env.torchrun_rank() == 0:
-            print_plan(plan, timeout_s)
-        return 0
+    further = names_of("--others", others, list(OTHERS))
 
-    def measured(group: Group, out: Path, command: str) -> dict[str, Any]:
-        return run(plan, group, out, command, timeout_s)
+    def plan(*workloads: Any, sample_ms: float) -> Plan:
+        return make_plan(*workloads, further, sample_ms)
 
-    return measure_and_report(NAME, ranks, timeout_s, out, plot, measured, print_result)
+    return carry_out(NAME, names_of("--backends", backends, BACKENDS), plan, print_plan, run, print_result, **options)
 
 
 def main(args: Sequence[str] | None = None) -> int:

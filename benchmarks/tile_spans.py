@@ -9,7 +9,6 @@ is under way is held against the platform model's capacity.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +18,19 @@ from typing import Any
 import click
 import harness
 import tile_span_figures as figures
+from attention_bench import DEFAULT_PLATFORM, bulk_platform
 from harness import Arm, BenchError, Group, together
 from script import check_run, numbers_of, ranks_of, ready_to_run, run_cli, run_options, shown_command
 from session import Session, new_document
 
 from xstage_plugin import env
 from xstage_plugin.attention.workload import AttentionWorkload
-from xstage_plugin.burst_gap.catalog import load_platform
 from xstage_plugin.burst_gap.gpu_info import probe_machine
 from xstage_plugin.burst_gap.platform_model import PlatformModel
 from xstage_plugin.checks import positive_int
 from xstage_plugin.errors import InvalidInputError
 
 NAME, FAMILY = "tile_spans", "spans"
-DEFAULT_PLATFORM = "h200-nvlink-pair-bulk"
 WORKER = (sys.executable, str(Path(__file__).with_name("tile_span_worker.py")))
 ARM = Arm("fa4-arrival", FAMILY)
 MOST_LENGTH, MOST_HEADS, MOST_HEAD_DIM = 2**18, 64, 128
@@ -180,9 +178,7 @@ def cli(
 ) -> int:
     """When output tiles of fused attention are issued, read and complete."""
     ranks = ranks_of(ranks)
-    model = load_platform(platform or os.environ.get(env.PLATFORM) or DEFAULT_PLATFORM)
-    if model.store != "bulk":
-        raise InvalidInputError(f"platform {model.name} was measured with {model.store} stores; attention stores in bulk")
+    model = bulk_platform(platform)
     check_run(harness.LEAST_TRIALS, timeout_s, out, plot)
     if positive_int("--head-dim", head_dim, MOST_HEAD_DIM) % 8:
         raise InvalidInputError(f"--head-dim is {head_dim}; expected a multiple of 8")

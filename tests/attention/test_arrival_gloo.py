@@ -1,16 +1,13 @@
 """Rows that are consumed as they arrive, over gloo processes, without a GPU. Needs torch."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_run import GLOO, answers_of_ranks
 
 RANKS = Path(__file__).with_name("arrival_gloo_ranks.py")
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 NO_TORCH = importlib.util.find_spec("torch") is None
 
@@ -22,18 +19,7 @@ pytestmark = pytest.mark.skipif(NO_TORCH and os.environ.get("CI") != "true", rea
 def ranks(request, tmp_path_factory):
     """What every rank wrote."""
     out = tmp_path_factory.mktemp("arrival") / "rank.json"
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={request.param}", "--standalone"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [*command, str(RANKS), "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XSTAGE_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(request.param)]
+    return answers_of_ranks(RANKS, request.param, out, TIMEOUT_S, GLOO)
 
 
 def test_each_part_is_whole_when_its_consumer_is_called_and_every_counter_is_clear_again(ranks):

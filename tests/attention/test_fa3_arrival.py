@@ -6,7 +6,6 @@ from xstage_plugin.attention import fa3_arrival
 from xstage_plugin.attention.fa3_arrival import (
     FlashAttention3Arrival,
     build_refusal,
-    require_awaited,
     require_keys,
     sm_margin,
 )
@@ -76,29 +75,6 @@ def test_rows_without_a_key_are_refused():
     require_keys(101, 100, causal=False)
     with pytest.raises(InvalidInputError, match="101 rows of q on 100 keys under a causal mask; expected at most"):
         require_keys(101, 100, causal=True)
-
-
-@pytest.mark.parametrize(("awaits", "stride"), [((3, 1000), 1), ((1, 1), 1), ((2, 1), 7)])
-def test_a_launch_waits_for_counters_of_any_rows(awaits, stride):
-    require_awaited((1, 5, 2, 128), awaits, "torch.int32", stride, expected=1)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"awaits": (3, 1, 1000)}, r"awaits are torch.int32 \[3, 1, 1000\] with innermost stride 1; expected"),
-        ({"awaits": (3, 0)}, r"\[3, 0\] .*; expected torch.int32 \[sequences, rows\], both at least 1, with stride 1"),
-        ({"awaits": (0, 1000)}, r"\[0, 1000\] .*both at least 1"),
-        ({"dtype": "torch.int64"}, "awaits are torch.int64"),
-        ({"stride": 2}, "with innermost stride 2; expected"),
-        ({"expected": 0}, "expected is 0; expected the count of a row block that has arrived, from 1 on"),
-        ({"q": (1, 0, 2, 128)}, r"q is \[1, 0, 2, 128\]; expected a row to compute"),
-    ],
-)
-def test_counters_that_no_launch_can_wait_for_are_refused(changed, message):
-    fits = {"q": (1, 5, 2, 128), "awaits": (3, 1000), "dtype": "torch.int32", "stride": 1, "expected": 8}
-    with pytest.raises(InvalidInputError, match=message):
-        require_awaited(**(fits | changed))
 
 
 class Shaped:

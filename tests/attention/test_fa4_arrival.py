@@ -9,8 +9,6 @@ from xstage_plugin.attention.fa4_arrival import (
     generation_refusal,
     installed_refusal,
     refusal_of,
-    require_awaits,
-    require_counters,
 )
 from xstage_plugin.errors import InvalidInputError
 
@@ -82,56 +80,3 @@ def test_the_kernel_that_nobody_ran_is_refused_with_the_ways_to_allow_it(minor):
 def test_a_generation_without_a_kernel_is_refused_with_those_that_have_one(major, minor):
     expected = f"fa4-arrival is written for sm_90 and sm_100; this GPU is sm_{major}{minor}, use fa4"
     assert generation_refusal(major, minor, allow_unrun=True) == expected
-
-
-def counters(**changes):
-    return {"out": (2, 300, 4, 128), "kv_rows": 600, "arrivals": (2, 4, 300), "dtype": "torch.int32", "stride": 1} | changes
-
-
-def test_counters_are_as_long_as_the_rows_of_the_output_and_contiguous():
-    require_counters(**counters())
-
-
-def test_the_stride_of_a_single_row_does_not_matter():
-    require_counters(**counters(out=(2, 1, 4, 128), arrivals=(2, 4, 1), stride=7))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"arrivals": (2, 300, 4)},
-            r"arrivals are torch.int32 \[2, 300, 4\] with innermost stride 1; expected .*\[2, 4, 300\]",
-        ),
-        ({"dtype": "torch.int64"}, "arrivals are torch.int64 .* expected torch.int32"),
-        ({"stride": 8}, "innermost stride 8; expected .* stride 1"),
-        ({"kv_rows": 0}, "keys and values have no rows; expected at least 1"),
-    ],
-)
-def test_what_a_kernel_could_not_announce_is_refused(change, message):
-    with pytest.raises(InvalidInputError, match=message):
-        require_counters(**counters(**change))
-
-
-def awaited(**changes):
-    return {"awaits": (2, 300), "dtype": "torch.int32", "stride": 1, "expected": 8, "queries": 2 * 300 * 4 * 128} | changes
-
-
-@pytest.mark.parametrize("change", [{}, {"awaits": (2, 1), "stride": 7}, {"awaits": (2, 0)}, {"expected": 1}])
-def test_a_kernel_awaits_counters_with_contiguous_rows(change):
-    require_awaits(**awaited(**change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"awaits": (300,)}, r"awaits are torch.int32 \[300\] .* expected torch.int32 \[sequences, local rows\]"),
-        ({"dtype": "torch.int64"}, "awaits are torch.int64 .* expected torch.int32"),
-        ({"stride": 8}, "innermost stride 8; expected .* with stride 1"),
-        ({"expected": 0}, "expected is 0 tiles of a row block; expected the number of heads"),
-        ({"queries": 0}, "q has no rows or no heads; expected some where rows are awaited"),
-    ],
-)
-def test_what_a_kernel_could_not_await_is_refused(change, message):
-    with pytest.raises(InvalidInputError, match=message):
-        require_awaits(**awaited(**change))

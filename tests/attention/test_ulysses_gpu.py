@@ -1,15 +1,11 @@
 """Fused Ulysses attention gives the bits of serial attention, on two GPUs or more. Needs flash-attn-4 or fa3-fwd."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_run import GPUS, answers_of_ranks
 
 RANKS = Path(__file__).with_name("ulysses_ranks.py")
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 570
 
 pytestmark = pytest.mark.gpu(2)
@@ -19,19 +15,7 @@ pytestmark = pytest.mark.gpu(2)
 def summaries(tmp_path_factory):
     """What both ranks found under each kernel."""
     out = tmp_path_factory.mktemp("ulysses") / "rank.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(RANKS)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": path, "XSTAGE_PLATFORM": ""}
-    run = subprocess.run(
-        [*command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env=os.environ | settings,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
+    return answers_of_ranks(RANKS, 2, out, TIMEOUT_S, GPUS)
 
 
 @pytest.fixture(params=["fa3", "fa4"])

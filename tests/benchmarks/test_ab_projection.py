@@ -198,6 +198,7 @@ def test_dry_run_prints_the_plan_without_torch_and_gpus(tmp_path, script):
         (["--lengths", "4097"], "nothing to measure: fa3-arrival M4097 h4 d128: 4097 tokens"),
         (["--sample-ms", "0"], "--sample-ms is 0; expected"),
         (["--platform", "nowhere"], "unknown platform 'nowhere'"),
+        (["--platform", "h200-nvlink-pair"], "measured with st.v4 stores; attention stores in bulk"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(args, message, capsys, monkeypatch):

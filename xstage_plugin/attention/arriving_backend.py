@@ -87,3 +87,28 @@ def arriving_backend(name: str, always: bool = False) -> ArrivingBackend:
     if always:
         made.longest_keys = None
     return made
+
+
+def require_counters(out: tuple[int, ...], kv_rows: int, arrivals: tuple[int, ...], dtype: str, stride: int) -> None:
+    """Raise InvalidInputError unless counters of this shape, type and innermost stride fit an output [b, rows, h, d]."""
+    batch, rows, heads, _ = out
+    if arrivals != (batch, heads, rows) or dtype != "torch.int32" or (stride != 1 and rows > 1):
+        raise InvalidInputError(
+            f"arrivals are {dtype} {list(arrivals)} with innermost stride {stride}; expected torch.int32 "
+            f"{[batch, heads, rows]} (b, h, rows of the output) with stride 1"
+        )
+    if not kv_rows:
+        raise InvalidInputError("keys and values have no rows; expected at least 1: no tile would be computed, none announced")
+
+
+def require_awaited(q: tuple[int, ...], awaits: tuple[int, ...], dtype: str, stride: int, expected: int) -> None:
+    """Raise InvalidInputError unless a launch on q of this shape can wait for counters of this shape, type and stride."""
+    if len(awaits) != 2 or dtype != "torch.int32" or 0 in awaits or (stride != 1 and awaits[1] > 1):
+        raise InvalidInputError(
+            f"awaits are {dtype} {list(awaits)} with innermost stride {stride}; expected torch.int32 [sequences, rows], both "
+            "at least 1, with stride 1"
+        )
+    if expected < 1:
+        raise InvalidInputError(f"expected is {expected}; expected the count of a row block that has arrived, from 1 on")
+    if 0 in q:
+        raise InvalidInputError(f"q is {list(q)}; expected a row to compute, as without one no kernel would run and wait")

@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from xstage_plugin.attention.arriving_backend import require_awaited, require_counters
 from xstage_plugin.attention.backends import _first_line, _wrong_generation
-from xstage_plugin.attention.fa4_arrival import require_counters
 from xstage_plugin.errors import InvalidInputError
 from xstage_plugin.upstream.pins import load_source_trees
 
@@ -152,19 +152,6 @@ def require_keys(rows: int, kv_rows: int, causal: bool) -> None:
             f"{rows} rows of q on {kv_rows} keys under a causal mask; expected at most as many rows as keys: the first tiles "
             "would not be computed, and not announced"
         )
-
-
-def require_awaited(q: tuple[int, ...], awaits: tuple[int, ...], dtype: str, stride: int, expected: int) -> None:
-    """Raise InvalidInputError unless a launch on q of this shape can wait for counters of this shape, type and stride."""
-    if len(awaits) != 2 or dtype != "torch.int32" or 0 in awaits or (stride != 1 and awaits[1] > 1):
-        raise InvalidInputError(
-            f"awaits are {dtype} {list(awaits)} with innermost stride {stride}; expected torch.int32 [sequences, rows], both "
-            "at least 1, with stride 1"
-        )
-    if expected < 1:
-        raise InvalidInputError(f"expected is {expected}; expected the count of a row block that has arrived, from 1 on")
-    if 0 in q:
-        raise InvalidInputError(f"q is {list(q)}; expected a row to compute, as without one no kernel would run and wait")
 
 
 def sm_margin(present: int, sms: int) -> int:

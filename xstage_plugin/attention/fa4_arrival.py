@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xstage_plugin import env
+from xstage_plugin.attention.arriving_backend import require_awaited, require_counters
 from xstage_plugin.attention.backends import FlashAttention4
 from xstage_plugin.errors import InvalidInputError
 
@@ -118,47 +119,17 @@ class FlashAttention4Arrival(FlashAttention4):
             expected: tiles of a row block, over the heads of all ranks.
 
         Raises:
-            InvalidInputError: keys of length 0 (no tile would be computed), counters of another shape or type, no row of q
-                to compute where rows are awaited, or ``expected`` below 1 there.
+            InvalidInputError: keys of length 0 (no tile would be computed), counters of another shape or type; awaited ones
+                without rows, without a q to compute, or ``expected`` below 1.
         """
-        if awaits is not None:
-            require_awaits(tuple(awaits.shape), str(awaits.dtype), awaits.stride(-1), expected, q.numel())
-            awaits = awaits if awaits.numel() else None
         require_counters(tuple(out.shape), k.shape[1], tuple(arrivals.shape), str(arrivals.dtype), arrivals.stride(-1))
+        if awaits is not None:
+            require_awaited(tuple(q.shape), tuple(awaits.shape), str(awaits.dtype), awaits.stride(-1), expected)
         if not q.numel():
             return
         from xstage_plugin.attention.kernels.fa4_launch import launch
 
         launch(q, k, v, out, arrivals, spans, softmax_scale, causal, self.sms, awaits, expected)
-
-
-def require_counters(out: tuple[int, ...], kv_rows: int, arrivals: tuple[int, ...], dtype: str, stride: int) -> None:
-    """Raise InvalidInputError unless counters of this shape, type and innermost stride fit an output [b, rows, h, d]."""
-    batch, rows, heads, _ = out
-    if arrivals != (batch, heads, rows) or dtype != "torch.int32" or (stride != 1 and rows > 1):
-        raise InvalidInputError(
-            f"arrivals are {dtype} {list(arrivals)} with innermost stride {stride}; expected torch.int32 "
-            f"{[batch, heads, rows]} (b, h, rows of the output) with stride 1"
-        )
-    if not kv_rows:
-        raise InvalidInputError("keys and values have no rows; expected at least 1: no tile would be computed, none announced")
-
-
-def require_awaits(awaits: tuple[int, ...], dtype: str, stride: int, expected: int, queries: int) -> None:
-    """Raise InvalidInputError unless a kernel for so many values of q can wait for counters of this shape, type and stride."""
-    if len(awaits) != 2 or dtype != "torch.int32" or (stride != 1 and awaits[1] > 1):
-        raise InvalidInputError(
-            f"awaits are {dtype} {list(awaits)} with innermost stride {stride}; expected torch.int32 [sequences, local rows] "
-            "with stride 1"
-        )
-    if expected < 1:
-        raise InvalidInputError(
-            f"expected is {expected} tiles of a row block; expected the number of heads of all ranks, from 1 on"
-        )
-    if not queries:
-        raise InvalidInputError(
-            "q has no rows or no heads; expected some where rows are awaited: no kernel would run, none wait"
-        )
 
 
 def generation_refusal(major: int, minor: int, allow_unrun: bool) -> str:
